@@ -1,0 +1,33 @@
+"""Packaging; dependency bounds live in requirements.txt, the one list of them."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+
+
+def requirements() -> list[str]:
+    lines = (ROOT / "requirements.txt").read_text().splitlines()
+    return [line for line in lines if line and not line.startswith("#")]
+
+
+setup(
+    name="sage_jax",
+    version="0.1.0",
+    description="Multi-agent self-evolution for LLM reasoning in JAX",
+    long_description=(ROOT / "README.md").read_text(),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    python_requires=">=3.11,<3.14",
+    packages=find_packages(include=["sage_jax", "sage_jax.*"]),
+    package_data={"sage_jax": ["assets/**/*", "prompts/**/*"]},
+    install_requires=requirements(),
+    extras_require={
+        "tpu": ["jax[tpu]"],
+        "cuda12": ["jax[cuda12]"],
+        "cuda13": ["jax[cuda13]"],
+        "dev": ["pytest>=8,<10", "hypothesis>=6.100,<7", "ruff>=0.14,<0.17", "pyright>=1.1.400,<2"],
+        "parity": ["torch==2.13.0"],
+    },
+)
