@@ -12,7 +12,7 @@ class TrainRow:
     """One row to train on: ids as sampled (the stop token included), one log-prob per new token.
 
     `logps` are the sampler's (nats, untruncated, at `temperature`). An empty completion is legal
-    and contributes nothing.
+    and contributes nothing. Rows whose verdict is masked must not be passed at all.
     """
 
     id: str
@@ -56,7 +56,7 @@ class Packed(NamedTuple):
 def pack(
     rows: Sequence[TrainRow], roles: Sequence[str], buckets: Sequence[int], micro_rows: int
 ) -> Packed:
-    """All `rows`, longest first (ties by id), `micro_rows` at a time, each into its smallest bucket.
+    """`rows`, longest first (ties by id), `micro_rows` at a time, each into its smallest bucket.
 
     The result depends on the set of rows, not on their order. A half-filled micro-batch takes
     rows of the next smaller bucket along: its slots are paid for anyway. Rows with advantage 0
