@@ -67,7 +67,7 @@ def parse(role: str, domain: str, text: str) -> Parsed:
         fields["entry_point"] = _entry_point(fields["solution"], fields["question"])
         if not fields["entry_point"]:
             return Parsed(False, reason="<solution> defines no function")
-        lines = (line.strip() for line in _unfenced(fields["inputs"]).splitlines())
+        lines = (line.strip() for line in _unfenced(fields["inputs"]).split("\n"))
         fields["inputs"] = [line for line in lines if line][:MAX_INPUTS]
         if not fields["inputs"]:
             return Parsed(False, reason="<inputs> is empty")
@@ -125,7 +125,7 @@ def _last_group(wanted: tuple[str, ...], text: str) -> dict[str, str] | None:
 
 def _unfenced(text: str) -> str:
     """The inside of a markdown fence around the whole text, else the text."""
-    lines = text.strip().splitlines()
+    lines = text.strip().split("\n")
     if len(lines) > 2 and lines[0].startswith("```") and lines[-1].strip() == "```":
         return "\n".join(lines[1:-1])
     return text
