@@ -3,14 +3,18 @@
 A config file imports `base`, changes what it needs and returns the result from `get_config()`.
 """
 
+import ast
 import dataclasses
 import difflib
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_collections
+from absl import flags
+from ml_collections import config_flags
 
 ROLES = ("challenger", "planner", "solver", "critic")
 INF = float("inf")
@@ -49,7 +53,6 @@ SCHEMA: dict[str, Field] = {
     "tokens.stop_ids": Field((), "token ids", "replaces the model's own stop set when not empty"),
     "tasks.seeds": Field(("asset:seeds/train.jsonl",), "paths", "seed problems"),
     "tasks.math_share": Field(0.5, "share", "maths among the tasks of a step", 0, 1),
-    "tasks.split": Field("", "name", "keep only seed rows of this split (empty: all)"),
     "pool.capacity": Field(20000, "tasks", "most admitted tasks kept; seeds come on top", 0),
     "pool.half_life": Field(50.0, "steps", "age at which an admitted task is drawn half as often", 0.1),
     "pool.seed_share": Field(0.5, "share", "least share of seeds in a draw", 0, 1),
@@ -265,3 +268,36 @@ def dump(config: Mapping, overrides: Mapping[str, Any], path: Path) -> None:
             source = "file"
         rows[name] = {"value": value, "source": source}
     path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+class _ListParser(flags.ArgumentParser):
+    """Comma-separated values, with or without brackets: a,b or 256,512."""
+
+    def parse(self, argument):
+        if isinstance(argument, (tuple, list)):
+            return tuple(argument)
+        items = [item.strip().strip("'\"") for item in argument.strip("()[] ").split(",")]
+        return tuple(self._value(item) for item in items if item)
+
+    @staticmethod
+    def _value(item: str):
+        try:
+            value = ast.literal_eval(item)
+        except (ValueError, SyntaxError):
+            return item
+        return value if isinstance(value, (int, float)) else item
+
+    def flag_type(self):
+        return "comma-separated list"
+
+
+def register_list_parser() -> None:
+    """Let list fields be written comma-separated on the command line."""
+    config_flags.register_flag_parser_for_type(tuple, _ListParser())
+
+
+def explain_flag_error(text: str) -> str:
+    """A flag error in one line, with the nearest known field."""
+    found = re.search(r"config\.([\w.]+)", text) or re.search(r"key '?\"?([\w.]+)", text)
+    hint = nearest(found[1]) if found and found[1] not in SCHEMA else ""
+    return text.strip().splitlines()[0] + ("" if "did you mean" in text.lower() else hint)

@@ -63,13 +63,13 @@ def paper(episodes: Sequence[Episode], settings) -> None:
             _reward_challenge(episode, sample, settings)
         for sample in episode.samples.get("plan", ()):
             s_p = critic_mean(episode.samples["judge_plan"]) or 0.0
-            _give(sample, planner_paper(s_p, sample.format, settings.planner_weights), plan=s_p)
+            _give(sample, planner_paper(s_p, sample.format, settings.planner_weights), plan_score=s_p)
         for kind in ("attempt", "solve"):
             s_p = episode.facts.get("plan_score_gated", 0.0) if kind == "solve" else 0.0
             for sample in episode.samples.get(kind, ()):
                 s_gt = correct(sample)
                 reward = solver_paper(s_p, s_gt, sample.format, settings.solver_weights)
-                _give(sample, reward, plan=s_p, verdict=s_gt)
+                _give(sample, reward, plan_score=s_p, correct=s_gt)
         for kind in ("judge_question", "judge_plan"):
             for sample in episode.samples.get(kind, ()):
                 _give(sample, sample.format)
@@ -84,7 +84,7 @@ def _reward_challenge(episode: Episode, sample: Sample, settings) -> None:
         sample.masked = True
     r_d = 0.0 if rate is None else 1.0 - rate
     reward = challenger_paper(s_q, r_d, sample.format, valid, settings.alpha)
-    _give(sample, reward, question=s_q, difficulty=r_d, valid=float(valid))
+    _give(sample, reward, question_score=s_q, difficulty=r_d)
 
 
 REWARD_SETS = {"paper": paper}

@@ -47,26 +47,24 @@ class Sage:
             ),
         )
 
-    @property
-    def solve_graph(self) -> tuple[Node, ...]:
+    def solve_graph(self, critics: int, solutions: int) -> tuple[Node, ...]:
         """Plan -> Critic x m -> gate -> Solver x G; without a plan through the gate it goes bare."""
-        method = self.config.method
         return (
             Node("plan", PLANNER, lambda e: self.prompts.messages("planner", e.task.public)),
             Node(
                 "judge_plan",
                 CRITIC,
-                lambda e: self.prompts.messages("critic_plan", e.task.public, plan=_plan(e)),
+                lambda e: self.prompts.messages("critic_plan", e.task.public, _plan(e)),
                 parents=("plan",),
-                fan_out=method.critics,
-                when=lambda e: _plan(e) is not None,
+                fan_out=critics,
+                when=lambda e: bool(_plan(e)),
             ),
             Node(
                 "solve",
                 SOLVER,
                 self._ask_solver,
                 parents=("plan", "judge_plan"),
-                fan_out=method.solutions,
+                fan_out=solutions,
                 job=lambda e, s: e.task.job(s.id, s.text),
             ),
         )
@@ -75,7 +73,8 @@ class Sage:
         """Both graphs' episodes of one step, drawn from the pool."""
         c = self.config
         share, seed = c.tasks.math_share, c.seed
-        challenge, solve = self.challenge_graph, self.solve_graph
+        challenge = self.challenge_graph
+        solve = self.solve_graph(c.method.critics, c.method.solutions)
         references = pool.references(step, c.method.candidates, math_share=share, seed=seed)
         drawn = pool.draw(step, c.method.drawn, math_share=share, seed=seed)
         return [
@@ -99,7 +98,7 @@ class Sage:
         """Fill in every sample's reward with the configured set."""
         REWARD_SETS[self.config.method.rewards](episodes, self.config.method)
 
-    def admit(self, pool: Pool, episodes: list[Episode], step: int) -> dict[str, int]:
+    def admit(self, pool: Pool, episodes: list[Episode]) -> dict[str, int]:
         """Put proposals that pass the question gate into the pool; counts of each outcome."""
         outcomes: dict[str, int] = {}
         for episode in episodes:
@@ -111,7 +110,7 @@ class Sage:
             elif (critic_mean(episode.samples["judge_question"]) or 0.0) < self.config.method.alpha:
                 outcome = "gated_out"
             else:
-                outcome = pool.admit(candidate, step)
+                outcome = pool.admit(candidate)
             outcomes[outcome] = outcomes.get(outcome, 0) + 1
         return outcomes
 
@@ -124,13 +123,14 @@ class Sage:
         gated_in = score is not None and score >= self.config.method.beta
         episode.facts["plan_score_gated"] = score if gated_in else 0.0
         episode.facts["plan_gated_in"] = gated_in
-        plan = _plan(episode) if gated_in else None
-        return self.prompts.messages("solver", episode.task.public, plan=plan)
+        plan = _plan(episode) if gated_in else ""
+        return self.prompts.messages("solver", episode.task.public, plan)
 
 
-def _plan(episode: Episode) -> str | None:
-    (sample,) = episode.samples["plan"] or [None]
-    return sample.parsed.fields["plan"] if sample and sample.parsed.ok else None
+def _plan(episode: Episode) -> str:
+    """The plan's text, empty when it did not parse."""
+    plans = [s.parsed.fields["plan"] for s in episode.samples["plan"] if s.parsed.ok]
+    return plans[0] if plans else ""
 
 
 def _valid(episode: Episode) -> bool:

@@ -7,7 +7,7 @@ that a resumed or repeated run takes the same ones.
 
 import dataclasses
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
@@ -60,6 +60,7 @@ class Engine:
       prefill_rows: prompts in one prefill call.
       dtype: compute and cache type.
       layout: mesh and decode rules, None on one device.
+      notice: told in words before a program of a new shape is compiled.
     """
 
     def __init__(
@@ -73,7 +74,9 @@ class Engine:
         prefill_rows: int = 8,
         dtype=jnp.float32,
         layout: Layout | None = None,
+        notice: Callable[[str], None] = lambda words: None,
     ):
+        self.notice = notice
         self.cfg, self.buckets, self.max_new, self.chunk = cfg, tuple(buckets), max_new, chunk
         self.prefill_rows = prefill_rows
         self._static = {"cfg": cfg, "dtype": dtype, "layout": layout}
@@ -135,12 +138,17 @@ class Engine:
             return []
         reach = min(int(self._longest[running].max()) + self.chunk, self.buckets[-1])
         read_length = bucket_of(reach, self.buckets)
-        self.shapes.add(("decode", read_length))
+        self._about_to_run(("decode", read_length))
         self._slots = programs.decode(
             self._params, self._slots, steps=self.chunk, read_length=read_length, **self._static
         )
         self._longest[running] += self.chunk
         return self._harvest()
+
+    def _about_to_run(self, shape: tuple[str, int]) -> None:
+        if shape not in self.shapes:
+            self.notice(f"compiling {shape[0]} for {shape[1]} tokens")
+            self.shapes.add(shape)
 
     def generate(self, rows: Iterable[Row]) -> dict[str, Completion]:
         """All rows to their end, keyed by row id."""
@@ -171,7 +179,8 @@ class Engine:
 
     def _start_group(self, length, prompts, members) -> None:
         """Prefill each distinct prompt once and insert it into all the slots that want it."""
-        self.shapes |= {("prefill", length), ("insert", length)}
+        self._about_to_run(("prefill", length))
+        self._about_to_run(("insert", length))
         tokens_bp, lengths_b, source_s, facts = self._to_device(length, prompts, members)
         hidden_bd, prefix = programs.prefill(self._params, tokens_bp, lengths_b, **self._static)
         self._slots = programs.insert(
