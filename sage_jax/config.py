@@ -50,7 +50,7 @@ SCHEMA: dict[str, Field] = {
         "shorten", "policy", "what a longer prompt does", choices=("error", "shorten", "skip")
     ),
     "tokens.enable_thinking": Field(False, "flag", "thinking mode of the chat template"),
-    "tokens.stop_ids": Field((), "token ids", "replaces the model's own stop set when not empty"),
+    "tokens.stop_ids": Field((), "token ids", "joined to the model's own stop set"),
     "tasks.seeds": Field(("asset:seeds/train.jsonl",), "paths", "seed problems"),
     "tasks.math_share": Field(0.5, "share", "maths among the tasks of a step", 0, 1),
     "pool.capacity": Field(20000, "tasks", "most admitted tasks kept; seeds come on top", 0),

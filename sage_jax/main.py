@@ -76,14 +76,13 @@ def main(argv: list[str]) -> int:
         config = schema.validate(CONFIG.value)
         # Only now: a mistyped flag should not cost the seconds that JAX takes to load.
         from sage_jax import modes
-        from sage_jax.models.hf import CheckpointError
 
         overrides = config_flags.get_override_values(FLAGS["config"])
         name = Path(config_flags.get_config_filename(FLAGS["config"])).stem
         workdir = Path(WORKDIR.value or f"runs/{name}")
         job = modes.Job(config, overrides, workdir, Path(INPUT.value), Path(OUTPUT.value))
         return modes.MODES[MODE.value](job, StopRequest())
-    except (UsageError, schema.ConfigError, SourceError, SandboxError, CheckpointError) as error:
+    except (UsageError, schema.ConfigError, SourceError, SandboxError) as error:
         print(f"sage_jax: {error}", file=sys.stderr)
         return 2
 

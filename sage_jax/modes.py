@@ -9,7 +9,7 @@ from pathlib import Path
 
 from sage_jax import config as schema
 from sage_jax import offline
-from sage_jax.core.checkpoint import Checkpoints, abstract
+from sage_jax.core.checkpoint import Checkpoints
 from sage_jax.evaluate import Evaluator, bare_graph, first_of_each_domain, write_answers
 from sage_jax.methods.graph import Cancelled
 from sage_jax.methods.measure import accuracy, all_samples
@@ -93,8 +93,9 @@ def trained_model(job: Job, place: Placement) -> tuple[Model, str]:
     if step is None:
         return model, job.config.model.path
     checkpoints = Checkpoints(folder, keep=1 << 30)
-    model.params = checkpoints.restore_params(step, abstract(model.params))
+    arrays, _ = checkpoints.restore(step, {"params": model.params})
     checkpoints.close()
+    model.params = arrays["params"]
     return model, f"{job.workdir} at step {step}"
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from sage_jax import roles
 from sage_jax.config import ConfigError, flatten
-from sage_jax.core.checkpoint import Checkpoints, abstract
+from sage_jax.core.checkpoint import Checkpoints
 from sage_jax.evaluate import first_of_each_domain
 from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.learn.update import TrainState, Update, init_state
@@ -145,7 +145,8 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
         host: dict = {}
         if checkpoints.latest is not None:
             progress.stage(f"restoring step {done}")
-            state, host = checkpoints.restore(done, abstract(state))
+            arrays, host = checkpoints.restore(done, _trees(state))
+            state = dataclasses.replace(state, **arrays["rest"], params=arrays["params"])
             pool = Pool.from_json(host["pool"], valid)
         model.params = state.params
         for name in ("metrics.jsonl", "episodes.jsonl"):
@@ -207,4 +208,10 @@ def save(run: Run, accuracy: float | None) -> None:
     run.progress.stage("checkpoint")
     run.metrics.sync()
     run.episodes.sync()
-    run.checkpoints.save(run.step, run.state, run.host or run.host_state(), accuracy)
+    run.checkpoints.save(run.step, _trees(run.state), run.host or run.host_state(), accuracy)
+
+
+def _trees(state: TrainState) -> dict:
+    """The saved parts of a state. The KL reference is the starting model: loaded, not saved."""
+    rest = {"opt_state": state.opt_state, "step": state.step, "skipped": state.skipped}
+    return {"params": state.params, "rest": rest}

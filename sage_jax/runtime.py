@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from sage_jax.config import ROLES, ConfigError
 from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh
-from sage_jax.core.tokens import Tokens
+from sage_jax.core.tokens import Tokens, resolve
 from sage_jax.models import hf, qwen
 from sage_jax.rollout.engine import Engine
 from sage_jax.verify import Verifier
@@ -84,15 +84,20 @@ class Model:
 
 
 def load_model(config, place: Placement, *, dtype=jnp.float32) -> Model:
-    """The checkpoint of model.path, sharded straight into place."""
-    folder = hf.resolve(model_path(config.model.path))
-    tokens = Tokens.load(
-        folder,
-        stop_ids=config.tokens.stop_ids or None,
-        enable_thinking=config.tokens.enable_thinking,
-    )
-    params, cfg = hf.load(folder, dtype, place.update)
-    return Model(params, cfg, tokens, Path(folder))
+    """The checkpoint of model.path, sharded straight into place. ConfigError if it is unusable."""
+    try:
+        folder = resolve(model_path(config.model.path))
+        tokens = Tokens.load(
+            folder,
+            stop_ids=config.tokens.stop_ids,
+            enable_thinking=config.tokens.enable_thinking,
+        )
+        params, cfg = hf.load(folder, dtype, place.update)
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"model.path={config.model.path}: {error}") from error
+    return Model(params, cfg, tokens, folder)
 
 
 def make_engine(

@@ -45,27 +45,26 @@ class Checkpoints:
         """Step of the checkpoint with the best validation accuracy, None if none was measured."""
         return self._manager.best_step()
 
-    def save(self, step: int, state: Any, host: dict, accuracy: float | None) -> None:
-        """Write arrays and the JSON-able `host` facts as one step; returns when it is on disk."""
+    def save(self, step: int, arrays: dict[str, Any], host: dict, accuracy: float | None) -> None:
+        """Write named array trees and the JSON-able `host` facts as one step; returns when it is
+        on disk."""
+        items = {name: ocp.args.StandardSave(tree) for name, tree in arrays.items()}
         self._manager.save(
             step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state), host=ocp.args.JsonSave(host)
-            ),
+            args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)),
             metrics=None if accuracy is None else {METRIC: accuracy},
             force=True,
         )
         self._manager.wait_until_finished()
 
-    def restore(self, step: int, abstract_state: Any) -> tuple[Any, dict]:
-        """State and host facts of `step`, placed as `abstract_state` says (any mesh)."""
+    def restore(self, step: int, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict]:
+        """The named trees of `step`, placed as their abstract ones say (any mesh), and the host
+        facts. Trees that are not named are not read."""
+        items = {name: ocp.args.StandardRestore(abstract(tree)) for name, tree in arrays.items()}
         restored = self._manager.restore(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(abstract_state), host=ocp.args.JsonRestore()
-            ),
+            step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore())
         )
-        return restored.state, restored.host
+        return {name: restored[name] for name in arrays}, restored.host
 
     def close(self) -> None:
         self._manager.close()
