@@ -92,35 +92,35 @@ SCHEMA: dict[str, Field] = {
     "rollout.max_new.planner": Field(512, "tokens", "response budget of the Planner", 1),
     "rollout.max_new.solver": Field(1024, "tokens", "response budget of the Solver", 1),
     "rollout.max_new.critic": Field(256, "tokens", "response budget of the Critic", 1),
-    "update.lr": Field(3e-6, "rate", "peak learning rate (paper 3e-6)", 0, 1),
-    "update.schedule": Field(
+    "optim.lr": Field(3e-6, "rate", "peak learning rate (paper 3e-6)", 0, 1),
+    "optim.schedule": Field(
         "constant", "name", "after warm-up", choices=("constant", "cosine", "linear")
     ),
-    "update.warmup_steps": Field(0, "steps", "linear warm-up", 0),
-    "update.b1": Field(0.9, "decay", "Adam first moment", 0, 0.9999),
-    "update.b2": Field(0.999, "decay", "Adam second moment", 0, 0.99999),
-    "update.eps": Field(1e-8, "number", "Adam epsilon", 1e-16, 1e-2),
-    "update.weight_decay": Field(0.0, "rate", "decoupled weight decay", 0, 1),
-    "update.clip_norm": Field(1.0, "norm", "global gradient norm limit", 1e-6),
-    "update.clip_low": Field(0.2, "ratio", "lower policy clip", 0, 1),
-    "update.clip_high": Field(0.28, "ratio", "upper policy clip", 0),
-    "update.dual_clip": Field(3.0, "ratio", "loss bound for negative advantages", 1.0001),
-    "update.entropy_coef": Field(0.0, "weight", "entropy bonus; 0: off", 0),
-    "update.kl_coef": Field(0.0, "weight", "k3 KL to the starting model; 0: off, no reference kept", 0),
-    "update.importance_cap": Field(0.0, "ratio", "cap of sampler/learner weights; 0: off", 0),
-    "update.epochs": Field(1, "passes", "passes over one rollout", 1),
-    "update.minibatches": Field(1, "updates", "updates in one pass over a rollout", 1),
-    "update.micro_rows": Field(8, "rows", "rows in one forward-backward pass", 1),
-    "update.buckets": Field((256, 512, 1024, 2048), "tokens", "row lengths compiled"),
-    "update.logit_chunk": Field(1024, "tokens", "tokens whose logits exist at one time", 1),
-    "update.max_skipped": Field(5, "updates", "non-finite updates in a row before stopping", 1),
-    "update.role_weights.challenger": Field(1.0, "weight", "of the Challenger's loss", 0),
-    "update.role_weights.planner": Field(1.0, "weight", "of the Planner's loss", 0),
-    "update.role_weights.solver": Field(1.0, "weight", "of the Solver's loss", 0),
-    "update.role_weights.critic": Field(1.0, "weight", "of the Critic's loss", 0),
+    "optim.warmup_steps": Field(0, "steps", "linear warm-up", 0),
+    "optim.b1": Field(0.9, "decay", "Adam first moment", 0, 0.9999),
+    "optim.b2": Field(0.999, "decay", "Adam second moment", 0, 0.99999),
+    "optim.eps": Field(1e-8, "number", "Adam epsilon", 1e-16, 1e-2),
+    "optim.weight_decay": Field(0.0, "rate", "decoupled weight decay", 0, 1),
+    "optim.clip_norm": Field(1.0, "norm", "global gradient norm limit", 1e-6),
+    "optim.clip_low": Field(0.2, "ratio", "lower policy clip", 0, 1),
+    "optim.clip_high": Field(0.28, "ratio", "upper policy clip", 0),
+    "optim.dual_clip": Field(3.0, "ratio", "loss bound for negative advantages", 1.0001),
+    "optim.entropy_coef": Field(0.0, "weight", "entropy bonus; 0: off", 0),
+    "optim.kl_coef": Field(0.0, "weight", "k3 KL to the starting model; 0: off, no reference kept", 0),
+    "optim.importance_cap": Field(0.0, "ratio", "cap of sampler/learner weights; 0: off", 0),
+    "optim.epochs": Field(1, "passes", "passes over one rollout", 1),
+    "optim.minibatches": Field(1, "updates", "updates in one pass over a rollout", 1),
+    "optim.micro_rows": Field(8, "rows", "rows in one forward-backward pass", 1),
+    "optim.buckets": Field((256, 512, 1024, 2048), "tokens", "row lengths compiled"),
+    "optim.logit_chunk": Field(1024, "tokens", "tokens whose logits exist at one time", 1),
+    "optim.max_skipped": Field(5, "updates", "non-finite updates in a row before stopping", 1),
+    "optim.role_weights.challenger": Field(1.0, "weight", "of the Challenger's loss", 0),
+    "optim.role_weights.planner": Field(1.0, "weight", "of the Planner's loss", 0),
+    "optim.role_weights.solver": Field(1.0, "weight", "of the Solver's loss", 0),
+    "optim.role_weights.critic": Field(1.0, "weight", "of the Critic's loss", 0),
     "mesh.data": Field(-1, "devices", "data parallel; -1: all that are left", -1),
-    "mesh.fsdp": Field(1, "devices", "parameters sharded over this many", 1),
-    "mesh.tensor": Field(1, "devices", "heads and feed-forward sharded over this many", 1),
+    "mesh.fsdp": Field(1, "devices", "parameters sharded over this many", -1),
+    "mesh.tensor": Field(1, "devices", "heads and feed-forward sharded over this many", -1),
     "sandbox.require_level": Field(
         "B", "level", "weakest isolation accepted", choices=("A", "B", "C", "none")
     ),
@@ -174,7 +174,7 @@ def flatten(config: Mapping, prefix: str = "") -> dict[str, Any]:
 
 
 def nearest(name: str) -> str:
-    """A hint such as ' (did you mean update.lr?)', empty when nothing is close."""
+    """A hint such as ' (did you mean optim.lr?)', empty when nothing is close."""
     leaf = name.rsplit(".", 1)[-1]
     close = difflib.get_close_matches(name, SCHEMA, 1, 0.6) or [
         known for known in SCHEMA if known.rsplit(".", 1)[-1] == leaf
@@ -205,13 +205,13 @@ def _increasing(name: str, buckets: tuple) -> list[str]:
 
 def _cross_problems(c: ml_collections.ConfigDict) -> list[str]:
     problems = _increasing("rollout.buckets", c.rollout.buckets)
-    problems += _increasing("update.buckets", c.update.buckets)
+    problems += _increasing("optim.buckets", c.optim.buckets)
     if problems:
         return problems
     longest = c.tokens.max_prompt + max(c.rollout.max_new[role] for role in ROLES)
     for name, buckets in (
         ("rollout.buckets", c.rollout.buckets),
-        ("update.buckets", c.update.buckets),
+        ("optim.buckets", c.optim.buckets),
     ):
         if buckets[-1] < longest:
             problems.append(
@@ -232,15 +232,18 @@ def _cross_problems(c: ml_collections.ConfigDict) -> list[str]:
             isinstance(w, (int, float)) and not isinstance(w, bool) and w >= 0 for w in weights
         ):
             problems.append(f"method.{name}={weights!r}: give {size} numbers >= 0")
-    if c.update.warmup_steps > c.train.steps > 0:
+    if c.optim.warmup_steps > c.train.steps > 0:
         problems.append(
-            f"update.warmup_steps={c.update.warmup_steps}: longer than train.steps="
+            f"optim.warmup_steps={c.optim.warmup_steps}: longer than train.steps="
             f"{c.train.steps}, the peak rate would never be reached; lower it"
         )
-    if c.update.schedule != "constant" and c.train.steps <= c.update.warmup_steps:
-        problems.append("update.schedule: nothing is left to decay after warm-up; use constant")
-    if c.mesh.data == 0:
-        problems.append("mesh.data=0: give a device count or -1 for all that are left")
+    if c.optim.schedule != "constant" and c.train.steps <= c.optim.warmup_steps:
+        problems.append("optim.schedule: nothing is left to decay after warm-up; use constant")
+    sizes = {f"mesh.{axis}": c.mesh[axis] for axis in ("data", "fsdp", "tensor")}
+    for name in [name for name, size in sizes.items() if size == 0]:
+        problems.append(f"{name}=0: give a device count or -1 for all that are left")
+    if list(sizes.values()).count(-1) > 1:
+        problems.append("mesh: only one of data, fsdp and tensor can be -1")
     return problems
 
 

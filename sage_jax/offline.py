@@ -227,7 +227,7 @@ def score(
         else:
             rows.append(row)
     logps: dict[str, list[float]] = {}
-    for batch in _score_batches(rows, config.update.micro_rows):
+    for batch in _score_batches(rows, config.optim.micro_rows):
         stage("score", [batch[0]["id"]])
         logps.update(_score_batch(config, model, place, batch))
     with target.open("w") as file:
@@ -248,8 +248,8 @@ def _score_batches(rows: list[dict], size: int) -> Iterable[list[dict]]:
 
 def _score_batch(config, model: Model, place: Placement, batch: list[dict]) -> dict:
     length = _buckets(max(len(row["tokens"]) for row in batch))[-1]
-    tokens_bt = np.zeros((config.update.micro_rows, length), np.int32)
-    temperature_b = np.ones(config.update.micro_rows, np.float32)
+    tokens_bt = np.zeros((config.optim.micro_rows, length), np.int32)
+    temperature_b = np.ones(config.optim.micro_rows, np.float32)
     for i, row in enumerate(batch):
         tokens_bt[i, : len(row["tokens"])] = row["tokens"]
         temperature_b[i] = row.get("temperature", 1.0)
@@ -260,7 +260,7 @@ def _score_batch(config, model: Model, place: Placement, batch: list[dict]) -> d
         temperature_b,
         dtype=config.model.dtype,
         layout=place.update,
-        chunk=config.update.logit_chunk,
+        chunk=config.optim.logit_chunk,
     )
     logp_bt = np.asarray(logp_bt)
     return {

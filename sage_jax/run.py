@@ -86,12 +86,12 @@ class Run:
 
 def update_settings(config) -> UpdateSettings:
     """The update's part of the config."""
-    u = config.update
+    o = config.optim
     names = {f.name for f in dataclasses.fields(UpdateSettings)} - {"role_weights"}
     return UpdateSettings(
-        **{name: value for name, value in u.items() if name in names},
-        role_weights=dict(u.role_weights),
-        chunk=u.logit_chunk,
+        **{name: value for name, value in o.items() if name in names},
+        role_weights=dict(o.role_weights),
+        chunk=o.logit_chunk,
         remat=config.model.remat,
         dtype=config.model.dtype,
     )
@@ -140,7 +140,7 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
         model = load_model(config, place)
         settings = update_settings(config)
         tx = make_optimizer(settings, max(config.train.steps, 1))
-        state = init_state(model.params, tx, reference=config.update.kl_coef > 0)
+        state = init_state(model.params, tx, reference=config.optim.kl_coef > 0)
         pool = make_pool(config, seeds, valid)
         host: dict = {}
         if checkpoints.latest is not None:

@@ -62,7 +62,7 @@ def placement(config) -> Placement:
     for name, value in (
         ("rollout.slots", config.rollout.slots),
         ("rollout.prefill_rows", config.rollout.prefill_rows),
-        ("update.micro_rows", config.update.micro_rows),
+        ("optim.micro_rows", config.optim.micro_rows),
     ):
         if value % rows:
             raise ConfigError(

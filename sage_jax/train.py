@@ -87,10 +87,10 @@ def update(run: Run, batches: list[Packed]) -> dict[str, float]:
     """epochs x minibatches optimizer steps on one rollout; figures of the last one."""
     if not batches:
         return {"tokens/trained": 0}
-    if run.config.update.epochs * len(batches) > 1:
+    if run.config.optim.epochs * len(batches) > 1:
         # The policy moves between these updates: ratios are taken against its start.
         batches = [_with_old_logps(run, packed) for packed in batches]
-    for _ in range(run.config.update.epochs):
+    for _ in range(run.config.optim.epochs):
         for packed in batches:
             before = int(run.state.skipped)
             run.state, metrics = run.update.step(run.state, packed)
@@ -113,13 +113,13 @@ def _with_old_logps(run: Run, packed: Packed) -> Packed:
 
 
 def _check_finite(run: Run, packed: Packed, before: int) -> None:
-    """Stop after update.max_skipped non-finite updates in a row, naming rows and tensors."""
+    """Stop after optim.max_skipped non-finite updates in a row, naming rows and tensors."""
     skipped = int(run.state.skipped) > before
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if skipped else 0
-    if run.skipped_in_a_row >= run.config.update.max_skipped:
+    if run.skipped_in_a_row >= run.config.optim.max_skipped:
         raise RunFailure(
             f"{run.skipped_in_a_row} updates in a row were not finite "
-            f"({run.update.explain_skip(run.state, packed)}); lower update.lr or look at the rows"
+            f"({run.update.explain_skip(run.state, packed)}); lower optim.lr or look at the rows"
         )
 
 

@@ -40,7 +40,7 @@ def assign_advantages(samples: list[Sample], config) -> dict[str, float]:
 
 
 def training_batches(samples: list[Sample], config) -> list[Packed]:
-    """Rows of the trained roles, packed for update.minibatches updates; masked rows stay out.
+    """Rows of the trained roles, packed for optim.minibatches updates; masked rows stay out.
 
     Every minibatch holds its share of each role, so that none of them is skewed.
     """
@@ -57,6 +57,6 @@ def training_batches(samples: list[Sample], config) -> list[Packed]:
         for s in sorted(samples, key=lambda s: (ROLES.index(s.role), s.id))
         if s.role in config.method.train_roles and not s.masked
     ]
-    u = config.update
-    parts = [rows[first :: u.minibatches] for first in range(u.minibatches)]
-    return [pack(part, ROLES, u.buckets, u.micro_rows) for part in parts if part]
+    o = config.optim
+    parts = [rows[first :: o.minibatches] for first in range(o.minibatches)]
+    return [pack(part, ROLES, o.buckets, o.micro_rows) for part in parts if part]
