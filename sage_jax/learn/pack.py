@@ -2,9 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+
+Array = Any  # numpy here, a jax array once placed on devices
 
 
 @dataclass(frozen=True)
@@ -34,14 +36,14 @@ class MicroBatch(NamedTuple):
     Position i of a [b, t] log-prob array belongs to the token at position i.
     """
 
-    tokens_bt: np.ndarray  # int32
-    prompt_length_b: np.ndarray  # int32, tokens
-    length_b: np.ndarray  # int32, prompt + completion tokens
-    adv_b: np.ndarray  # float32
-    role_b: np.ndarray  # int32, index into the roles given to `pack`
-    temperature_b: np.ndarray  # float32
-    sampler_logp_bt: np.ndarray  # float32, 0 outside the completion
-    old_logp_bt: np.ndarray | None = None  # float32; None: the update's own, gradient stopped
+    tokens_bt: Array  # int32
+    prompt_length_b: Array  # int32, tokens
+    length_b: Array  # int32, prompt + completion tokens
+    adv_b: Array  # float32
+    role_b: Array  # int32, index into the roles given to `pack`
+    temperature_b: Array  # float32
+    sampler_logp_bt: Array  # float32, 0 outside the completion
+    old_logp_bt: Array | None = None  # float32; None: the update's own, gradient stopped
 
 
 class Packed(NamedTuple):
