@@ -47,7 +47,8 @@ def parse(role: str, domain: str, text: str) -> Parsed:
     """Reads the last well-formed group of the role's tags. Never raises on any text; linear time.
 
     Fields: challenger maths question, answer; challenger code question, solution, entry_point,
-    inputs (list of lines); planner plan; solver answer; critic score in [0, 1] and raw 1..10.
+    inputs (texts of argument tuples); planner plan; solver answer; critic score in [0, 1] and raw,
+    its integer.
     """
     wanted = TAGS[role, domain]
     contents = _last_group(wanted, text)
@@ -68,7 +69,7 @@ def parse(role: str, domain: str, text: str) -> Parsed:
         if not fields["entry_point"]:
             return Parsed(False, reason="<solution> defines no function")
         lines = (line.strip() for line in _unfenced(fields["inputs"]).split("\n"))
-        fields["inputs"] = [line for line in lines if line][:MAX_INPUTS]
+        fields["inputs"] = [argument_tuple(line) for line in lines if line][:MAX_INPUTS]
         if not fields["inputs"]:
             return Parsed(False, reason="<inputs> is empty")
     return Parsed(True, fields)
@@ -131,6 +132,36 @@ def _unfenced(text: str) -> str:
     return text
 
 
+def argument_tuple(line: str) -> str:
+    """A line of arguments as the text of one tuple: `3, [1]` and `(3, [1])` both mean two.
+
+    Reads brackets and quotes only; text that is no Python literal stays none.
+    """
+    line = line.strip()
+    depth, quote, escaped, commas, outside = 0, "", False, 0, not line.startswith("(")
+    for position, character in enumerate(line):
+        if quote:
+            if escaped:
+                escaped = False
+            elif character == "\\":
+                escaped = True
+            elif character == quote:
+                quote = ""
+        elif character in "'\"":
+            quote = character
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+            outside |= depth == 0 and position < len(line) - 1
+        elif character == "," and depth == 1:
+            commas += 1
+    closed = depth == 0 and not quote and not outside
+    if closed and (commas or not line[1:-1].strip()):
+        return line
+    return f"({line.rstrip(', ')},)"
+
+
 def _entry_point(solution: str, question: str) -> str:
     """The last top-level function which the question names, else the last one, else ""."""
     functions = _DEF.findall(solution)
@@ -177,15 +208,13 @@ def load_prompts(name_or_dir: str | Path) -> PromptSet:
 
     Raises ValueError listing every missing file and every missing or unknown placeholder.
     """
-    folder = Path(name_or_dir)
     packaged = Path(__file__).parent / "prompts"
+    names = sorted(path.name for path in packaged.iterdir() if path.is_dir())
+    folder = packaged / name_or_dir if name_or_dir in names else Path(name_or_dir)
     if not folder.is_dir():
-        folder = packaged / name_or_dir
-    if not folder.is_dir():
-        names = ", ".join(sorted(path.name for path in packaged.iterdir() if path.is_dir()))
         raise ValueError(
-            f"prompts {str(name_or_dir)!r}: no such folder and no packaged set; use {names} or "
-            "the path of a folder"
+            f"prompts {str(name_or_dir)!r}: no such folder and no packaged set; use "
+            f"{', '.join(names)} or the path of a folder"
         )
     templates, problems = {}, []
     for kind in KINDS:

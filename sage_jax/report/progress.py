@@ -1,6 +1,7 @@
 """What a person sees while training runs: one line a step, and a heartbeat when nothing moves."""
 
 import logging
+import shutil
 import sys
 import threading
 import time
@@ -118,13 +119,25 @@ class Progress:
         if self._quiet:
             return
         if self._terminal:
-            # Blanks wipe what a longer line left; no escape codes, which some consoles print.
+            # A line that wraps cannot be rewritten. Blanks wipe what a longer one left: no escape
+            # codes, which some consoles print.
+            line = line[: shutil.get_terminal_size().columns - 1]
             self._stream.write("\r" + line + " " * (self._width - len(line)))
             self._stream.flush()
             self._width = len(line)
         else:
             self._stream.write(line + "\n")
             self._stream.flush()
+
+    def note(self, text: str) -> None:
+        """Prints a line that stays, above the status line where there is one."""
+        with self._lock:
+            self._news = self._clock()
+            self._show(text)
+            if self._terminal and not self._quiet:
+                self._stream.write("\n")
+                self._width = 0
+                self._show(self._status)
 
     def close(self) -> None:
         self._stop.set()

@@ -16,7 +16,7 @@ TEST_KINDS = {
     "stdio": ("stdin", "stdout"),
 }
 KEY_FIELDS = {
-    "math": ("answer", "tolerance", "solution"),
+    "math": ("answer", "tolerance", "solution", "answer_type", "unit", "multiple"),
     "code": (
         *("tests", "entry_points", "canonical_solution", "stdin", "mutates_args"),
         *("determinism_probe", "time_limit", "memory_mb"),
@@ -151,8 +151,9 @@ def proposed_code(
 ) -> Task:
     """A code task written by the Challenger.
 
-    `inputs` holds the text of one argument list per test; `expected` the literals which the
-    sandbox got from `solution` for them, never figures from the Challenger's text.
+    `inputs` holds the text of one argument tuple per test, as `roles.parse` gives them;
+    `expected` the literals which the sandbox got from `solution` for them, never figures from the
+    Challenger's text.
     Raises ValueError when the two differ in length or are empty.
     """
     row = {

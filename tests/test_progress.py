@@ -1,0 +1,180 @@
+"""What a person sees: one line a step, a heartbeat when stuck, silence when asked for."""
+
+import io
+import logging
+import threading
+
+import pytest
+
+from sage_jax.report.progress import Progress, duration, logger, setup_logging
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+class Clock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def progress(stream, clock, **changes):
+    """Without its thread: the test beats by hand."""
+    made = Progress(10, stream=stream, clock=clock, **{"heartbeat": 0, **changes})
+    made._heartbeat = 30.0
+    return made
+
+
+def test_a_plain_line_a_step_with_figures_and_eta(clock):
+    stream = io.StringIO()
+    bar = progress(stream, clock)
+    for step, seconds in enumerate([60, 2, 4], 1):
+        clock.now += seconds
+        bar.step(step, {"solve_rate": 0.25, "loss": 0.123456})
+    lines = stream.getvalue().splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith("step 1/10  solve_rate 0.25  loss 0.1235  60.0 s/step")
+    # The first step compiles: the others alone give 3 s for each of 7 steps left.
+    assert lines[2].endswith("4.0 s/step  ETA 21 s")
+
+
+def test_a_resumed_run_counts_only_the_steps_that_are_left(clock):
+    stream = io.StringIO()
+    bar = progress(stream, clock, done=7)
+    clock.now += 5
+    bar.step(8, {})
+    assert "step 8/10" in stream.getvalue() and "ETA 10 s" in stream.getvalue()
+
+
+def test_a_terminal_gets_one_line_that_is_rewritten(clock):
+    stream = Terminal()
+    bar = progress(stream, clock)
+    clock.now += 100
+    bar.step(1, {"loss": 1.0})
+    clock.now += 1
+    bar.step(2, {})
+    bar.close()
+    first, second = stream.getvalue().split("\r")[1:]
+    assert stream.getvalue().count("\n") == 1
+    assert len(second.rstrip("\n")) >= len(first)  # the longer line is wiped
+
+
+def test_a_line_never_wraps(clock, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Terminal()
+    bar = progress(stream, clock)
+    clock.now += 1
+    bar.step(1, {f"figure_{i}": i / 3 for i in range(20)})
+    assert len(stream.getvalue().strip("\r")) < 40
+
+
+def test_the_heartbeat_tells_stage_seconds_and_pending_ids(clock):
+    stream = io.StringIO()
+    bar = progress(stream, clock)
+    bar.stage("verify", lambda: {f"3/s{i}": 1.0 for i in range(8)})
+    clock.now += 29
+    bar.beat()
+    assert stream.getvalue() == ""
+    clock.now += 11
+    bar.beat()
+    bar.beat()
+    assert stream.getvalue() == (
+        "verify: 40 s, waiting for 3/s0, 3/s1, 3/s2, 3/s3, 3/s4 and 3 more\n"
+    )
+    clock.now += 30
+    bar.beat()
+    assert stream.getvalue().splitlines()[1].startswith("verify: 1 min 10 s")
+
+
+def test_news_put_the_heartbeat_off(clock):
+    stream = io.StringIO()
+    bar = progress(stream, clock)
+    for report in (lambda: bar.stage("update"), lambda: bar.step(1, {}), lambda: bar.note("saved")):
+        clock.now += 29
+        report()
+        lines = stream.getvalue()
+        clock.now += 2
+        bar.beat()
+        assert stream.getvalue() == lines
+    assert stream.getvalue().splitlines()[-1] == "saved"
+
+
+def test_ids_that_change_meanwhile_do_not_stop_the_heartbeat(clock):
+    def changing():
+        raise RuntimeError("dictionary changed size during iteration")
+
+    stream = io.StringIO()
+    bar = progress(stream, clock)
+    bar.stage("rollout", changing)
+    clock.now += 31
+    bar.beat()
+    assert stream.getvalue() == "rollout: 31 s\n"
+
+
+def test_the_thread_beats_on_its_own_and_ends_with_close():
+    beaten = threading.Event()
+
+    class Stream(io.StringIO):
+        def write(self, text):
+            beaten.set()
+            return super().write(text)
+
+    stream = Stream()
+    with Progress(3, stream=stream, heartbeat=0.01) as bar:
+        bar.stage("compiling decode")
+        assert beaten.wait(20)
+    assert stream.getvalue().startswith(("starting", "compiling decode"))
+    assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
+
+
+def test_quiet_prints_nothing(clock):
+    stream = Terminal()
+    bar = Progress(3, stream=stream, quiet=True, clock=clock, heartbeat=0.01)
+    clock.now += 50
+    bar.step(1, {})
+    bar.note("saved")
+    bar.beat()
+    bar.close()
+    assert stream.getvalue() == ""
+    assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
+
+
+def test_a_note_stays_above_the_status_line(clock):
+    stream = Terminal()
+    bar = progress(stream, clock)
+    clock.now += 1
+    bar.step(1, {})
+    bar.note("checkpoint 1 saved")
+    kept, _, status = stream.getvalue().rpartition("\n")
+    assert kept.split("\r")[-1].startswith("checkpoint 1 saved")
+    assert status.strip("\r").startswith("step 1/10")
+
+
+def test_logging_leaves_the_root_logger_alone():
+    root = logging.getLogger()
+    before = (list(root.handlers), root.level)
+    stream = io.StringIO()
+    setup_logging(stream)
+    setup_logging(stream)
+    logger.info("hello")
+    logging.getLogger("sage_jax.pool").warning("careful")
+    setup_logging(stream, quiet=True)
+    logger.info("unheard")
+    assert stream.getvalue() == "hello\ncareful\n"
+    assert (list(root.handlers), root.level) == before
+
+
+@pytest.mark.parametrize(
+    "seconds, text", [(0, "0 s"), (59.6, "1 min 00 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")]
+)
+def test_durations_read_well(seconds, text):
+    assert duration(seconds) == text
