@@ -1,0 +1,73 @@
+"""Append-only JSON lines that survive a kill and can be cut back to a step on resume."""
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+class JsonlWriter:
+    """Appends one JSON object a line. Each row reaches the operating system at once, the disk at
+    `sync` (call it before a checkpoint is committed) and at `close`. A context manager.
+
+    NaN and Infinity never reach the file: `write` raises ValueError.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        # Half a surrogate pair, which models do produce, becomes its JSON escape.
+        self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        self._file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self.sync()
+            self._file.close()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def cut(path: str | Path, step: int) -> int:
+    """Drops rows of later steps and a torn last line; returns how many lines were dropped.
+
+    Rows that stay keep their bytes. The file is replaced in one move, so a kill leaves either
+    the old or the new one. Raises ValueError naming the line when an earlier line is damaged.
+    """
+    path = Path(path)
+    if not path.exists():
+        return 0
+    lines = path.read_bytes().splitlines(keepends=True)
+    kept = []
+    for number, line in enumerate(lines, 1):
+        try:
+            row_step = json.loads(line)["step"]
+            whole = line.endswith(b"\n")
+        except (ValueError, KeyError, TypeError) as error:
+            if number < len(lines):
+                raise ValueError(
+                    f"{path}:{number}: not a JSON row with a step; mend or delete that line"
+                ) from error
+            whole = False
+        if whole and row_step <= step:
+            kept.append(line)
+    if len(kept) < len(lines):
+        temporary = path.with_name(path.name + ".cut")
+        with temporary.open("wb") as file:
+            file.writelines(kept)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    return len(lines) - len(kept)

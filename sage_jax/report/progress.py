@@ -1,0 +1,151 @@
+"""What a person sees while training runs: one line a step, and a heartbeat when nothing moves."""
+
+import logging
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import TextIO
+
+PENDING_SHOWN = 5
+RATE_STEPS = 20  # steps whose mean duration gives the ETA
+
+logger = logging.getLogger("sage_jax")
+
+
+def setup_logging(stream: TextIO | None = None, quiet: bool = False) -> logging.Logger:
+    """The project's own logger: one handler, nothing passed on to the root logger.
+
+    Quiet keeps warnings and errors. Other libraries' loggers are left as they are.
+    """
+    handler = logging.StreamHandler(stream or sys.stderr)
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    logger.handlers[:] = [handler]
+    logger.setLevel(logging.WARNING if quiet else logging.INFO)
+    logger.propagate = False
+    return logger
+
+
+class Progress:
+    """Progress of `total` steps, of which `done` were finished by earlier runs.
+
+    On a terminal the status is one line, rewritten in place; elsewhere a plain line a step.
+    `heartbeat` is the number of seconds without news after which a background thread says which
+    stage runs, for how long, and what it waits for; 0 switches it off. Quiet prints nothing.
+    A context manager.
+    """
+
+    def __init__(
+        self,
+        total: int,
+        done: int = 0,
+        *,
+        stream: TextIO | None = None,
+        quiet: bool = False,
+        heartbeat: float = 30.0,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self._total, self._done = total, done
+        self._stream = stream or sys.stderr
+        self._quiet = quiet
+        self._terminal = self._stream.isatty()
+        self._clock = clock
+        self._durations: deque[float] = deque(maxlen=RATE_STEPS)
+        self._width = 0
+        self._status = ""
+        self._lock = threading.Lock()
+        now = clock()
+        self._step_start = self._stage_start = self._news = now
+        self._stage = "starting"
+        self._pending: Callable[[], Iterable[str]] = tuple
+        self._heartbeat = heartbeat
+        self._stop = threading.Event()
+        self._thread = None
+        if heartbeat > 0 and not quiet:
+            self._thread = threading.Thread(target=self._beat, daemon=True, name="heartbeat")
+            self._thread.start()
+
+    def stage(self, name: str, pending: Callable[[], Iterable[str]] = tuple) -> None:
+        """Enters a stage; `pending` gives the ids it waits for (a mapping's keys will do)."""
+        with self._lock:
+            self._stage, self._pending = name, pending
+            self._stage_start = self._news = self._clock()
+
+    def step(self, step: int, shown: Mapping[str, float]) -> None:
+        """Reports a finished step with the figures to show beside it."""
+        now = self._clock()
+        with self._lock:
+            self._durations.append(now - self._step_start)
+            self._step_start = self._news = now
+            self._done = step
+            figures = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+            self._status = f"step {step}/{self._total}  {figures}  {self._pace()}"
+            self._show(self._status)
+
+    def _pace(self) -> str:
+        # The first step compiles; once there are others it says nothing about the rest.
+        durations = list(self._durations)[1:] or list(self._durations)
+        mean = sum(durations) / len(durations)
+        left = max(0, self._total - self._done)
+        return f"{self._durations[-1]:.1f} s/step  ETA {duration(mean * left)}"
+
+    def _beat(self) -> None:
+        while not self._stop.wait(min(1.0, self._heartbeat / 4)):
+            self.beat()
+
+    def beat(self) -> None:
+        """Prints the heartbeat if it is due; the background thread calls this."""
+        with self._lock:
+            now = self._clock()
+            if now - self._news < self._heartbeat:
+                return
+            self._news = now
+            line = f"{self._stage}: {duration(now - self._stage_start)}{self._waiting()}"
+            self._show(f"{self._status}  | {line}" if self._terminal and self._status else line)
+
+    def _waiting(self) -> str:
+        try:
+            ids = list(self._pending())
+        except RuntimeError:  # the main thread is changing the mapping
+            return ""
+        if not ids:
+            return ""
+        more = f" and {len(ids) - PENDING_SHOWN} more" if len(ids) > PENDING_SHOWN else ""
+        return f", waiting for {', '.join(ids[:PENDING_SHOWN])}{more}"
+
+    def _show(self, line: str) -> None:
+        if self._quiet:
+            return
+        if self._terminal:
+            # Blanks wipe what a longer line left; no escape codes, which some consoles print.
+            self._stream.write("\r" + line + " " * (self._width - len(line)))
+            self._stream.flush()
+            self._width = len(line)
+        else:
+            self._stream.write(line + "\n")
+            self._stream.flush()
+
+    def close(self) -> None:
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._terminal and self._width:
+            self._stream.write("\n")
+            self._width = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.close()
+
+
+def duration(seconds: float) -> str:
+    """Seconds as text: "40 s", "3 min 20 s", "2 h 05 min"."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
