@@ -250,8 +250,12 @@ def test_what_the_response_caused_earns_nothing_without_being_masked():
 def mixed(row_id):
     number = sum(map(ord, row_id)) % 7
     kind = row_id.split("/")[-2]
-    if number == 0:
+    if number == 0 or kind == "plan" and number == 2:
         return "no tags at all..."
+    if kind == "plan":
+        return "<plan>add them in turn</plan>"
+    if kind == "judge_plan" and number > 4:
+        return "it is vague: <score>5</score>"
     if number == 1 and kind in ("attempt", "solve"):
         return "some thoughts first <answer>3</answer>"
     return good_answer(row_id, score=str(4 + number), plan_score=str(number))
@@ -273,7 +277,7 @@ def test_every_figure_of_a_rollout_tells_two_rollouts_apart():
         _, _, episodes, _ = play_step(answer, judge, **sizes)
         samples = all_samples(episodes)
         row = rollout_figures(episodes, scripted.config().method)
-        row |= assign_advantages(samples, scripted.config())
+        row |= assign_advantages(samples, scripted.config(advantage="grouped"))
         check({name: value for name, value in row.items() if value is not None})
         figures.append(row)
     plain, rich = figures

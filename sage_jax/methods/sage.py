@@ -11,7 +11,7 @@ from sage_jax.methods.graph import Episode, Node, Sample
 from sage_jax.methods.rewards import REWARD_SETS, critic_mean
 from sage_jax.roles import CHALLENGER, CRITIC, PLANNER, SOLVER, PromptSet
 from sage_jax.tasks.pool import Pool
-from sage_jax.tasks.task import Task
+from sage_jax.tasks.task import Task, proposed_code, proposed_math
 from sage_jax.verify.verdict import Job
 
 
@@ -77,11 +77,13 @@ class Sage:
         solve = self.solve_graph(c.method.critics, c.method.solutions)
         references = pool.references(step, c.method.candidates, math_share=share, seed=seed)
         drawn = pool.draw(step, c.method.drawn, math_share=share, seed=seed)
+        facts = {"step": step}
         return [
-            Episode(f"{step}/new/{i}/{task.public.id}", task, challenge)
+            Episode(f"{step}/new/{i}/{task.id}", task, challenge, facts=dict(facts))
             for i, task in enumerate(references)
         ] + [
-            Episode(f"{step}/task/{i}/{task.public.id}", task, solve) for i, task in enumerate(drawn)
+            Episode(f"{step}/task/{i}/{task.id}", task, solve, facts=dict(facts))
+            for i, task in enumerate(drawn)
         ]
 
     def rows_per_step(self) -> dict[str, int]:
@@ -151,7 +153,21 @@ def _check_proposal(episode: Episode, sample: Sample) -> Job | None:
 def _accept(episode: Episode) -> None:
     """Make the proposal a task once its verifier is known to be valid."""
     for sample in episode.samples["challenge"]:
-        if sample.parsed.ok and sample.verdict.verdict == "correct":
-            episode.facts["candidate"] = Task.proposed(
-                sample.id, sample.domain, sample.parsed.fields, sample.verdict.expected
-            )
+        if sample.parsed.ok and sample.verdict.correct:
+            episode.facts["candidate"] = _proposed_task(episode, sample)
+
+
+def _proposed_task(episode: Episode, sample: Sample) -> Task:
+    fields = sample.parsed.fields
+    origin = {"step": episode.facts["step"], "parent": episode.task.id}
+    if sample.domain == "math":
+        return proposed_math(sample.id, fields["question"], fields["answer"], **origin)
+    return proposed_code(
+        sample.id,
+        fields["question"],
+        entry_point=fields["entry_point"],
+        solution=fields["solution"],
+        inputs=fields["inputs"],
+        expected=sample.verdict.expected,
+        **origin,
+    )

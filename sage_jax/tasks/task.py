@@ -156,13 +156,15 @@ def proposed_code(
     Challenger's text.
     Raises ValueError when the two differ in length or are empty.
     """
+    from sage_jax.verify.code import reference_tests
+
     row = {
         "id": id,
         "domain": "code",
         "question": question,
         "entry_point": entry_point,
         "canonical_solution": solution,
-        "tests": {"kind": "io", "compare": "eq", "atol": 0, "args": inputs, "expected": expected},
+        "tests": reference_tests(inputs, expected),
         "source": "challenger",
         "parent": parent,
         "stats": {"born_step": step},
