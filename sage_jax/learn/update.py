@@ -103,14 +103,14 @@ def micro_objective(
         return jnp.where(mask_bt, x_bt, 0.0)
 
     logp_bt, entropy_bt, sampler_bt = keep(logp_bt), keep(entropy_bt), keep(micro.sampler_logp_bt)
-    old = jax.lax.stop_gradient(logp_bt) if micro.old_logp_bt is None else keep(micro.old_logp_bt)
-    adv_bt = keep(micro.adv_b[:, None])
-    terms = policy_loss(
-        logp_bt, old, adv_bt, settings.clip_low, settings.clip_high, settings.dual_clip
-    )
+    old_bt = jax.lax.stop_gradient(logp_bt)
+    if micro.old_logp_bt is not None:
+        old_bt = keep(micro.old_logp_bt)
+    bounds = settings.clip_low, settings.clip_high, settings.dual_clip
+    terms = policy_loss(logp_bt, old_bt, keep(micro.adv_b[:, None]), *bounds)
     loss_bt, kl_bt, weight_bt = terms.loss, jnp.zeros_like(logp_bt), jnp.ones_like(logp_bt)
     if settings.importance_cap:
-        weight_bt = importance_weight(old, sampler_bt, settings.importance_cap)
+        weight_bt = importance_weight(old_bt, sampler_bt, settings.importance_cap)
         loss_bt *= weight_bt
     if settings.entropy_coef:
         loss_bt -= settings.entropy_coef * entropy_bt
@@ -120,23 +120,26 @@ def micro_objective(
     scale_r = role_weights_r / jnp.maximum(role_tokens_r, 1)
     loss = masked_sum(loss_bt * scale_r[micro.role_b][:, None], mask_bt)
     gap_bt = jnp.abs(logp_bt - sampler_bt)
-    role_rb = micro.role_b[None] == jnp.arange(role_tokens_r.size)[:, None]
-
-    def per_role(x_bt: jax.Array) -> jax.Array:
-        return jnp.where(role_rb, masked_sum(x_bt, mask_bt, axis=1)[None], 0.0).sum(axis=1)
-
-    sums = {
-        "loss": loss,
-        "tokens_r": per_role(jnp.ones_like(logp_bt)),
-        "entropy_r": per_role(entropy_bt),
-        "gap": masked_sum(gap_bt, mask_bt),
-        "clipped": masked_sum(terms.clipped, mask_bt).astype(jnp.float32),
-        "dual_clipped": masked_sum(terms.dual_clipped, mask_bt).astype(jnp.float32),
-        "weight": masked_sum(weight_bt, mask_bt),
-        "kl": masked_sum(kl_bt, mask_bt),
+    per_token = {
+        "gap": gap_bt,
+        "clipped": terms.clipped,
+        "dual_clipped": terms.dual_clipped,
+        "weight": weight_bt,
+        "kl": kl_bt,
     }
+    sums = {name: masked_sum(x_bt.astype(jnp.float32), mask_bt) for name, x_bt in per_token.items()}
+    sums["loss"] = loss
+    sums["tokens_r"] = _sum_by_role(jnp.ones_like(logp_bt), mask_bt, micro.role_b, role_tokens_r)
+    sums["entropy_r"] = _sum_by_role(entropy_bt, mask_bt, micro.role_b, role_tokens_r)
     maxima = {"ratio": masked_max(terms.ratio, mask_bt), "gap": masked_max(gap_bt, mask_bt)}
     return loss, jax.lax.stop_gradient((sums, maxima))
+
+
+def _sum_by_role(
+    x_bt: jax.Array, mask_bt: jax.Array, role_b: jax.Array, like_r: jax.Array
+) -> jax.Array:
+    role_rb = jnp.arange(like_r.size)[:, None] == role_b[None]
+    return jnp.where(role_rb, masked_sum(x_bt, mask_bt, axis=1)[None], 0.0).sum(axis=1)
 
 
 class Update:
