@@ -7,7 +7,6 @@ The parts follow arXiv 2309.16609 (Qwen), 2407.10671 (Qwen2) and 2505.09388 (Qwe
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -24,6 +23,14 @@ Params = dict[str, Any]
 Cache = dict[str, jax.Array]
 
 CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
+# One (layer, position) a row, rows as a batch dimension: nothing moves between devices.
+_ROW_WRITE = jax.lax.ScatterDimensionNumbers(
+    update_window_dims=(1, 2),
+    inserted_window_dims=(0, 2),
+    scatter_dims_to_operand_dims=(0, 2),
+    operand_batching_dims=(1,),
+    scatter_indices_batching_dims=(0,),
+)
 
 _NORMAL = jax.nn.initializers.normal(0.02)
 _ONES = jax.nn.initializers.ones
@@ -35,11 +42,12 @@ class Param:
     """One parameter: how it is shaped, sharded, initialised, and named and stored by Hugging Face.
 
     `hf_name` holds '{layer}' where each layer is a tensor of its own; `hf_shape` is the shape of
-    that tensor. `transform` 'linear' stores [out, in] there, 'reshape' only another shape.
+    that tensor. `transform` 'linear' stores [out, in] there, 'reshape' only another shape. Norm
+    vectors stay whole on every device (axis None): to gather them costs more than they take.
     """
 
     shape: tuple[int, ...]
-    axes: tuple[str, ...]
+    axes: tuple[str | None, ...]
     init: Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
     hf_name: str
     hf_shape: tuple[int, ...]
@@ -83,16 +91,16 @@ def param_table(cfg: QwenConfig) -> dict[str, Param]:
         "embed": Param(
             (v, d), ("vocab", "embed"), _NORMAL, "model.embed_tokens.weight", (v, d), "reshape"
         ),
-        "layers.attn_norm": layer(("embed",), (d,), _ONES, "input_layernorm.weight", (d,)),
+        "layers.attn_norm": layer((None,), (d,), _ONES, "input_layernorm.weight", (d,)),
         "layers.q_proj": linear(("embed", *q), (d, n, h), "self_attn.q_proj", (n * h, d)),
         "layers.k_proj": linear(("embed", *kv), (d, k, h), "self_attn.k_proj", (k * h, d)),
         "layers.v_proj": linear(("embed", *kv), (d, k, h), "self_attn.v_proj", (k * h, d)),
         "layers.o_proj": linear((*q, "embed"), (n, h, d), "self_attn.o_proj", (d, n * h)),
-        "layers.mlp_norm": layer(("embed",), (d,), _ONES, "post_attention_layernorm.weight", (d,)),
+        "layers.mlp_norm": layer((None,), (d,), _ONES, "post_attention_layernorm.weight", (d,)),
         "layers.gate_proj": linear(("embed", "mlp"), (d, f), "mlp.gate_proj", (f, d)),
         "layers.up_proj": linear(("embed", "mlp"), (d, f), "mlp.up_proj", (f, d)),
         "layers.down_proj": linear(("mlp", "embed"), (f, d), "mlp.down_proj", (d, f)),
-        "final_norm": Param((d,), ("embed",), _ONES, "model.norm.weight", (d,), "reshape"),
+        "final_norm": Param((d,), (None,), _ONES, "model.norm.weight", (d,), "reshape"),
     }
     if cfg.attention_bias:
         table |= {
@@ -165,7 +173,9 @@ def _rotate(x_btnh: jax.Array, angles: jax.Array) -> jax.Array:
 
 def _embed(params: Params, tokens_bt: jax.Array, dtype: DTypeLike, layout: Layout | None):
     with jax.named_scope("embed"):
-        x_btd = params["embed"][tokens_bt].astype(dtype)
+        # Gathered over fsdp first: the rows that a lookup returns are sharded over it instead.
+        table_vd = _constrain(layout, params["embed"], "vocab", None)
+        x_btd = table_vd[tokens_bt].astype(dtype)
         return _constrain(layout, x_btd, "batch", "seq", None)
 
 
@@ -286,7 +296,6 @@ def init_cache(
     return {name: jnp.zeros(shape, dtype, device=sharding) for name in ("k", "v")}
 
 
-@partial(jax.named_call, name="decode_step")
 def decode_step(
     params: Params,
     cfg: QwenConfig,
@@ -302,9 +311,9 @@ def decode_step(
 
     Row s writes at `position_s[s]` (nothing when that lies past the cache) and attends to cache
     positions 0..position_s[s] below the static `read_length`, which must exceed every live
-    position. Donate the cache: it is updated in place, one layer's slice at a time.
+    position. Donate the cache: it is updated in place, one layer's slice at a time. On CPU make it
+    float32 whatever `dtype` is: XLA there widens a 16-bit cache whole around each write.
     """
-    row_s = jnp.arange(token_s.shape[0])
     mask_snqr = (jnp.arange(read_length)[None] <= position_s[:, None])[:, None, None, :]
     angles = rope_angles(cfg, position_s[:, None])
 
@@ -314,12 +323,13 @@ def decode_step(
 
         def attend(q_s1nh, k_s1kh, v_s1kh):
             new = {"k": k_s1kh[:, 0], "v": v_s1kh[:, 0]}
+            where_s2 = jnp.stack([jnp.full_like(position_s, index), position_s], axis=1)
             updated = {
-                name: c.at[index, row_s, position_s].set(new[name].astype(c.dtype))
+                name: jax.lax.scatter(c, where_s2, new[name].astype(c.dtype), _ROW_WRITE)
                 for name, c in cache.items()
             }
             updated = {name: _constrain(layout, c, *CACHE_AXES) for name, c in updated.items()}
-            size = (1, c_shape[1], read_length, *c_shape[3:])
+            size = (1, slots, read_length, *head)
             read = {
                 name: jax.lax.dynamic_slice(c, (index, 0, 0, 0, 0), size)[0].astype(x_s1d.dtype)
                 for name, c in updated.items()
@@ -330,7 +340,7 @@ def decode_step(
         x_s1d, cache = _layer(x_s1d, weights, angles, attend, cfg, layout)
         return (x_s1d, cache), None
 
-    c_shape = cache["k"].shape
+    _, slots, _, *head = cache["k"].shape
     x_s1d = _embed(params, token_s[:, None], dtype, layout)
     layers = (jnp.arange(cfg.num_layers), params["layers"])
     (x_s1d, cache), _ = jax.lax.scan(body, (x_s1d, cache), layers)

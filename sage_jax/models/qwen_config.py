@@ -116,6 +116,8 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
         found.append(f"hidden_act {config['hidden_act']!r} is not 'silu'")
     if config.get("attention_dropout"):
         found.append(f"attention_dropout {config['attention_dropout']} is not 0")
+    if config.get("partial_rotary_factor", 1.0) != 1.0:
+        found.append(f"partial_rotary_factor {config['partial_rotary_factor']} is not 1")
     if config.get("quantization_config"):
         found.append("quantization_config is set: use a checkpoint in bf16, fp16 or fp32")
     if config.get("model_type") == "qwen3" and config.get("attention_bias"):
