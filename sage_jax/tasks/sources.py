@@ -234,11 +234,9 @@ def _mapped(spec: _Spec, index: int, raw: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """tfds gives text as bytes and lists as arrays."""
+    """tfds gives text as bytes."""
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
-    if hasattr(value, "tolist"):
-        value = value.tolist()
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
