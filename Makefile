@@ -1,0 +1,35 @@
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test parity multidevice lint clean
+
+# The main job on the packaged tiny model, in a new directory each time.
+demo: $(STAMP)-base
+	$(BIN)/python -m sage_jax.main --config=configs/tiny.py --workdir=runs/demo-$$(date +%Y%m%d-%H%M%S)
+
+# Everything a commit must pass that needs neither torch nor a second process.
+test: $(STAMP)-dev lint
+	$(BIN)/python -m pytest -m "not parity and not multidevice" --durations=10
+
+lint: $(STAMP)-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# Live comparison with torch and transformers.
+parity: $(STAMP)-parity
+	$(BIN)/python -m pytest -m parity --durations=5
+
+# Eight fake CPU devices.
+multidevice: $(STAMP)-dev
+	$(BIN)/python -m pytest -m multidevice --durations=5
+
+$(STAMP)-%: requirements.txt setup.py
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e "$(if $(filter base,$*),.,.[$*])"
+	touch $@
+
+clean:
+	rm -rf $(VENV) .jax_cache runs build *.egg-info

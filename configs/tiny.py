@@ -1,0 +1,36 @@
+"""SAGE on the packaged tiny model: four roles, two domains, a few minutes on a laptop.
+
+    python -m sage_jax.main --config=configs/tiny.py
+
+Hardware: 2 CPU cores, 1 GiB. Time and result: see README, "Demo".
+"""
+
+from sage_jax.config import base
+
+
+def get_config():
+    c = base()
+    c.model.path = "asset:tiny-qwen3"
+    c.tokens.max_prompt = 96
+    c.tasks.seeds = ("asset:tiny/train.jsonl",)
+    c.tasks.math_share = 0.6
+    c.valid.path = "asset:tiny/valid.jsonl"
+    c.valid.every = 10
+    c.train.steps = 30
+    c.checkpoint.every = 10
+    c.method.prompts = "short"
+    c.method.candidates = 12
+    c.method.attempts = 3
+    c.method.drawn = 20
+    c.method.solutions = 2
+    c.rollout.slots = 64
+    c.rollout.chunk = 8
+    c.rollout.prefill_rows = 16
+    c.rollout.buckets = (64, 160)
+    for role in ("challenger", "planner", "solver", "critic"):
+        c.rollout.max_new[role] = 64
+    c.optim.lr = 1e-4
+    c.optim.micro_rows = 32
+    c.optim.buckets = (48, 64, 80, 96, 128, 160)
+    c.mesh.data = 1
+    return c

@@ -1,0 +1,306 @@
+"""The schema: every field with its default, unit, range and meaning, and the checks across fields.
+
+A config file imports `base`, changes what it needs and returns the result from `get_config()`.
+"""
+
+import ast
+import dataclasses
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_collections
+from absl import flags
+from ml_collections import config_flags
+
+ROLES = ("challenger", "planner", "solver", "critic")
+INF = float("inf")
+
+
+class ConfigError(ValueError):
+    """One or more fields are wrong; the message lists all of them."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A field's default, its unit, its meaning and its legal values (a closed range or choices)."""
+
+    default: Any
+    unit: str
+    help: str
+    low: float = -INF
+    high: float = INF
+    choices: tuple = ()
+
+
+SCHEMA: dict[str, Field] = {
+    "seed": Field(0, "integer", "root of all randomness", 0, 2**31 - 1),
+    "model.path": Field("asset:tiny-qwen3", "path", "Hugging Face folder, hub id, or asset:NAME"),
+    "model.dtype": Field(
+        "float32", "dtype", "compute type; weights stay fp32", choices=("float32", "bfloat16")
+    ),
+    "model.remat": Field(
+        "none", "policy", "what the backward pass recomputes", choices=("none", "dots", "full")
+    ),
+    "tokens.max_prompt": Field(1024, "tokens", "longest prompt, template included", 8),
+    "tokens.overlong": Field(
+        "shorten", "policy", "what a longer prompt does", choices=("error", "shorten", "skip")
+    ),
+    "tokens.enable_thinking": Field(False, "flag", "thinking mode of the chat template"),
+    "tokens.stop_ids": Field((), "token ids", "joined to the model's own stop set"),
+    "tasks.seeds": Field(("asset:seeds/train.jsonl",), "paths", "seed problems"),
+    "tasks.math_share": Field(0.5, "share", "maths among the tasks of a step", 0, 1),
+    "pool.capacity": Field(20000, "tasks", "most admitted tasks kept; seeds come on top", 0),
+    "pool.half_life": Field(50.0, "steps", "age at which an admitted task is drawn half as often", 0.1),
+    "pool.seed_share": Field(0.5, "share", "least share of seeds in a draw", 0, 1),
+    "pool.dedup": Field(0.8, "Jaccard", "word 3-gram overlap that makes a duplicate", 0, 1),
+    "valid.path": Field("asset:seeds/valid.jsonl", "path", "held-out problems"),
+    "valid.every": Field(10, "steps", "validation interval; 0: first and last step only", 0),
+    "valid.limit": Field(0, "tasks", "validate on the first n of each domain; 0: all", 0),
+    "valid.samples": Field(4, "samples", "samples an item for valid/accuracy_sampled; 0: off", 0),
+    "valid.planned": Field(True, "flag", "also measure Planner, gate and Solver together"),
+    "train.steps": Field(200, "steps", "absolute total of updates", 0),
+    "checkpoint.every": Field(20, "steps", "save interval; 0: last step only", 0),
+    "checkpoint.keep": Field(2, "checkpoints", "newest ones kept, besides the best", 1),
+    "method.name": Field("sage", "name", "training method", choices=("sage",)),
+    "method.rewards": Field("paper", "name", "reward set", choices=("paper",)),
+    "method.advantage": Field(
+        "role_token", "name", "normalisation", choices=("role_token", "role_sequence", "grouped")
+    ),
+    "method.train_roles": Field(ROLES, "roles", "roles whose rows are trained on"),
+    "method.prompts": Field("v1", "name or folder", "prompt set"),
+    "method.candidates": Field(64, "rows", "Challenger proposals a step", 0),
+    "method.attempts": Field(5, "rows", "Solver attempts on each valid proposal", 1),
+    "method.drawn": Field(64, "tasks", "tasks drawn from the pool a step", 0),
+    "method.solutions": Field(2, "rows", "Solver answers on each drawn task", 1),
+    "method.critics": Field(1, "rows", "Critic judgements on each question and plan", 1),
+    "method.alpha": Field(0.7, "score", "question gate (paper 0.7)", 0, 1),
+    "method.beta": Field(0.3, "score", "plan gate (paper 0.3)", 0, 1),
+    "method.planner_weights": Field((0.5, 0.5), "weights", "plan score, format (paper 0.5, 0.5)"),
+    "method.solver_weights": Field(
+        (0.2, 0.6, 0.2), "weights", "plan, verdict, format (paper 0.2, 0.6, 0.2)"
+    ),
+    "rollout.slots": Field(64, "rows", "rows decoded at the same time", 1),
+    "rollout.chunk": Field(16, "tokens", "decode steps between two looks of the host", 1),
+    "rollout.prefill_rows": Field(8, "rows", "prompts in one prefill call", 1),
+    "rollout.buckets": Field((256, 512, 1024, 2048), "tokens", "prompt and cache lengths compiled"),
+    "rollout.temperature": Field(1.0, "temperature", "sampling temperature in training", 0.01, 10),
+    "rollout.max_new.challenger": Field(1024, "tokens", "response budget of the Challenger", 1),
+    "rollout.max_new.planner": Field(512, "tokens", "response budget of the Planner", 1),
+    "rollout.max_new.solver": Field(1024, "tokens", "response budget of the Solver", 1),
+    "rollout.max_new.critic": Field(256, "tokens", "response budget of the Critic", 1),
+    "optim.lr": Field(3e-6, "rate", "peak learning rate (paper 3e-6)", 0, 1),
+    "optim.schedule": Field(
+        "constant", "name", "after warm-up", choices=("constant", "cosine", "linear")
+    ),
+    "optim.warmup_steps": Field(0, "steps", "linear warm-up", 0),
+    "optim.b1": Field(0.9, "decay", "Adam first moment", 0, 0.9999),
+    "optim.b2": Field(0.999, "decay", "Adam second moment", 0, 0.99999),
+    "optim.eps": Field(1e-8, "number", "Adam epsilon", 1e-16, 1e-2),
+    "optim.weight_decay": Field(0.0, "rate", "decoupled weight decay", 0, 1),
+    "optim.clip_norm": Field(1.0, "norm", "global gradient norm limit", 1e-6),
+    "optim.clip_low": Field(0.2, "ratio", "lower policy clip", 0, 1),
+    "optim.clip_high": Field(0.28, "ratio", "upper policy clip", 0),
+    "optim.dual_clip": Field(3.0, "ratio", "loss bound for negative advantages", 1.0001),
+    "optim.entropy_coef": Field(0.0, "weight", "entropy bonus; 0: off", 0),
+    "optim.kl_coef": Field(0.0, "weight", "k3 KL to the starting model; 0: off, no reference kept", 0),
+    "optim.importance_cap": Field(0.0, "ratio", "cap of sampler/learner weights; 0: off", 0),
+    "optim.epochs": Field(1, "passes", "passes over one rollout", 1),
+    "optim.minibatches": Field(1, "updates", "updates in one pass over a rollout", 1),
+    "optim.micro_rows": Field(8, "rows", "rows in one forward-backward pass", 1),
+    "optim.buckets": Field((256, 512, 1024, 2048), "tokens", "row lengths compiled"),
+    "optim.logit_chunk": Field(1024, "tokens", "tokens whose logits exist at one time", 1),
+    "optim.max_skipped": Field(5, "updates", "non-finite updates in a row before stopping", 1),
+    "optim.role_weights.challenger": Field(1.0, "weight", "of the Challenger's loss", 0),
+    "optim.role_weights.planner": Field(1.0, "weight", "of the Planner's loss", 0),
+    "optim.role_weights.solver": Field(1.0, "weight", "of the Solver's loss", 0),
+    "optim.role_weights.critic": Field(1.0, "weight", "of the Critic's loss", 0),
+    "mesh.data": Field(-1, "devices", "data parallel; -1: all that are left", -1),
+    "mesh.fsdp": Field(1, "devices", "parameters sharded over this many", -1),
+    "mesh.tensor": Field(1, "devices", "heads and feed-forward sharded over this many", -1),
+    "sandbox.require_level": Field(
+        "B", "level", "weakest isolation accepted", choices=("A", "B", "C", "none")
+    ),
+    "sandbox.workers": Field(2, "processes", "verifier workers", 1, 256),
+    "sandbox.time_limit": Field(6.0, "seconds", "wall time of one program", 0.1, 600),
+    "sandbox.cpu_limit": Field(3, "seconds", "CPU time of one program", 1, 600),
+    "sandbox.memory_mb": Field(512, "MiB", "address space of one program", 64),
+    "sandbox.math_time_limit": Field(2.0, "seconds", "one maths comparison", 0.1, 60),
+    "sandbox.max_error_share": Field(
+        0.2, "share", "verdicts lost to the machinery before the run stops", 0, 1
+    ),
+    "eval.benchmarks": Field((), "paths", "problem files for --mode=eval; empty: valid.path"),
+    "sft.data": Field("tiny_world", "name or path", "JSONL of messages and response, or tiny_world"),
+    "sft.examples": Field(400000, "rows", "demonstrations generated for tiny_world", 1),
+    "sft.steps": Field(3000, "steps", "supervised updates", 1),
+    "sft.batch": Field(128, "rows", "demonstrations an update", 1),
+    "sft.length": Field(128, "tokens", "longest demonstration, prompt included", 8),
+    "sft.lr": Field(3e-3, "rate", "peak learning rate", 0, 1),
+    "sft.warmup_steps": Field(100, "steps", "linear warm-up, then cosine to a tenth", 0),
+    "report.heartbeat": Field(30.0, "seconds", "silence after which the stage is named", 0.1),
+    "report.quiet": Field(False, "flag", "no progress lines"),
+}
+
+
+def base() -> ml_collections.ConfigDict:
+    """Every field at its default, locked: a mistyped name raises with the nearest one."""
+    config = ml_collections.ConfigDict()
+    for name, field in SCHEMA.items():
+        *groups, leaf = name.split(".")
+        node = config
+        for group in groups:
+            if group not in node:
+                node[group] = ml_collections.ConfigDict()
+            node = node[group]
+        node[leaf] = field.default
+    return config.lock()
+
+
+get_config = base
+
+
+def flatten(config: Mapping, prefix: str = "") -> dict[str, Any]:
+    """Nested config as {dotted name: value}."""
+    flat = {}
+    for name, value in config.items():
+        if isinstance(value, (Mapping, ml_collections.ConfigDict)):
+            flat.update(flatten(value, f"{prefix}{name}."))
+        else:
+            flat[prefix + name] = value
+    return flat
+
+
+def nearest(name: str) -> str:
+    """A hint such as ' (did you mean optim.lr?)', empty when nothing is close."""
+    leaf = name.rsplit(".", 1)[-1]
+    close = difflib.get_close_matches(name, SCHEMA, 1, 0.6) or [
+        known for known in SCHEMA if known.rsplit(".", 1)[-1] == leaf
+    ]
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _field_problems(name: str, value: Any) -> list[str]:
+    field = SCHEMA[name]
+    kind = type(field.default)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if type(value) is not kind:
+        return [f"{name}={value!r}: expected {kind.__name__} ({field.unit}: {field.help})"]
+    if field.choices and value not in field.choices:
+        return [f"{name}={value!r}: choose one of {', '.join(map(str, field.choices))}"]
+    if kind in (int, float) and not field.low <= value <= field.high:
+        return [f"{name}={value!r} {field.unit}: must lie in [{field.low:g}, {field.high:g}]"]
+    return []
+
+
+def _increasing(name: str, buckets: tuple) -> list[str]:
+    ok = buckets and all(type(b) is int and b > 0 for b in buckets)
+    if ok and all(a < b for a, b in zip(buckets, buckets[1:], strict=False)):
+        return []
+    return [f"{name}={buckets!r}: give increasing positive token counts, such as 256,512,1024"]
+
+
+def _cross_problems(c: ml_collections.ConfigDict) -> list[str]:
+    problems = _increasing("rollout.buckets", c.rollout.buckets)
+    problems += _increasing("optim.buckets", c.optim.buckets)
+    if problems:
+        return problems
+    longest = c.tokens.max_prompt + max(c.rollout.max_new[role] for role in ROLES)
+    for name, buckets in (
+        ("rollout.buckets", c.rollout.buckets),
+        ("optim.buckets", c.optim.buckets),
+    ):
+        if buckets[-1] < longest:
+            problems.append(
+                f"{name}={buckets!r}: the last must hold tokens.max_prompt + the largest "
+                f"rollout.max_new = {longest} tokens; raise it or lower those"
+            )
+    if unknown := [r for r in c.method.train_roles if r not in ROLES]:
+        problems.append(f"method.train_roles={unknown!r}: choose among {', '.join(ROLES)}")
+    if not c.method.train_roles:
+        problems.append("method.train_roles=(): nothing would be trained; name at least one role")
+    if not c.tasks.seeds:
+        problems.append("tasks.seeds=(): no seed problems; name at least one file")
+    if c.method.candidates + c.method.drawn == 0:
+        problems.append("method.candidates=0, method.drawn=0: a step without rows; raise one")
+    for name, size in (("planner_weights", 2), ("solver_weights", 3)):
+        weights = c.method[name]
+        if len(weights) != size or not all(
+            isinstance(w, (int, float)) and not isinstance(w, bool) and w >= 0 for w in weights
+        ):
+            problems.append(f"method.{name}={weights!r}: give {size} numbers >= 0")
+    if c.optim.warmup_steps > c.train.steps > 0:
+        problems.append(
+            f"optim.warmup_steps={c.optim.warmup_steps}: longer than train.steps="
+            f"{c.train.steps}, the peak rate would never be reached; lower it"
+        )
+    if c.optim.schedule != "constant" and c.train.steps <= c.optim.warmup_steps:
+        problems.append("optim.schedule: nothing is left to decay after warm-up; use constant")
+    sizes = {f"mesh.{axis}": c.mesh[axis] for axis in ("data", "fsdp", "tensor")}
+    for name in [name for name, size in sizes.items() if size == 0]:
+        problems.append(f"{name}=0: give a device count or -1 for all that are left")
+    if list(sizes.values()).count(-1) > 1:
+        problems.append("mesh: only one of data, fsdp and tensor can be -1")
+    return problems
+
+
+def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
+    """The config, frozen. Raises ConfigError listing every problem at once."""
+    flat = flatten(config)
+    problems = [f"{name}: unknown field{nearest(name)}" for name in flat if name not in SCHEMA]
+    problems += [f"{name}: missing; start from sage_jax.config.base()" for name in SCHEMA if name not in flat]
+    for name in SCHEMA:
+        if name in flat:
+            problems += _field_problems(name, flat[name])
+    if not problems:
+        problems = _cross_problems(ml_collections.ConfigDict(config))
+    if problems:
+        raise ConfigError("config:\n  " + "\n  ".join(problems))
+    return ml_collections.FrozenConfigDict(config)
+
+
+def dump(config: Mapping, overrides: Mapping[str, Any], path: Path) -> None:
+    """Write {field: {value, source}}; source is default, file or command line."""
+    rows = {}
+    for name, value in flatten(config).items():
+        source = "command line" if name in overrides else "default"
+        if source == "default" and value != SCHEMA[name].default:
+            source = "file"
+        rows[name] = {"value": value, "source": source}
+    path.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+class _ListParser(flags.ArgumentParser):
+    """Comma-separated values, with or without brackets: a,b or 256,512."""
+
+    def parse(self, argument):
+        if isinstance(argument, (tuple, list)):
+            return tuple(argument)
+        items = [item.strip().strip("'\"") for item in argument.strip("()[] ").split(",")]
+        return tuple(self._value(item) for item in items if item)
+
+    @staticmethod
+    def _value(item: str):
+        try:
+            value = ast.literal_eval(item)
+        except (ValueError, SyntaxError):
+            return item
+        return value if isinstance(value, (int, float)) else item
+
+    def flag_type(self):
+        return "comma-separated list"
+
+
+def register_list_parser() -> None:
+    """Let list fields be written comma-separated on the command line."""
+    config_flags.register_flag_parser_for_type(tuple, _ListParser())
+
+
+def explain_flag_error(text: str) -> str:
+    """A flag error in one line, with the nearest known field."""
+    found = re.search(r"config\.([\w.]+)", text) or re.search(r"key '?\"?([\w.]+)", text)
+    hint = nearest(found[1]) if found and found[1] not in SCHEMA else ""
+    return text.strip().splitlines()[0] + ("" if "did you mean" in text.lower() else hint)

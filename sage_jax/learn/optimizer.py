@@ -1,0 +1,104 @@
+"""Settings of an update, and the Optax chain they describe."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+_DECAY: dict[str, Callable[[Any], Any]] = {
+    "constant": lambda progress: 1.0,
+    "cosine": lambda progress: 0.5 * (1 + jnp.cos(jnp.pi * progress)),
+    "linear": lambda progress: 1 - progress,
+}
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """Everything about an update but its data; defaults follow the paper (arXiv 2603.15255).
+
+    lr is the peak rate. clip_norm 0 switches gradient clipping off, importance_cap 0 the
+    importance weights, entropy_coef and kl_coef 0 their terms (then not computed). role_weights
+    gives each role's share of the loss, 1 where absent. chunk is in positions, see `token_logps`.
+    dtype is that of the matrix products; master params and gradients are float32.
+    """
+
+    lr: float = 3e-6
+    warmup_steps: int = 0
+    schedule: str = "constant"
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+    dual_clip: float = 3.0
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    importance_cap: float = 0.0
+    role_weights: Mapping[str, float] = field(default_factory=dict)
+    chunk: int = 512
+    remat: str = "none"
+    dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        bounds = {
+            "lr": self.lr > 0,
+            "warmup_steps": self.warmup_steps >= 0,
+            "schedule": self.schedule in _DECAY,
+            "b1": 0 <= self.b1 < 1,
+            "b2": 0 <= self.b2 < 1,
+            "eps": self.eps > 0,
+            "weight_decay": self.weight_decay >= 0,
+            "clip_norm": self.clip_norm >= 0,
+            "clip_low": 0 < self.clip_low < 1,
+            "clip_high": self.clip_high > 0,
+            "dual_clip": self.dual_clip > 1,
+            "entropy_coef": self.entropy_coef >= 0,
+            "kl_coef": self.kl_coef >= 0,
+            "importance_cap": self.importance_cap >= 0,
+            "role_weights": all(weight >= 0 for weight in self.role_weights.values()),
+            "chunk": self.chunk >= 1,
+            "remat": self.remat in ("none", "full", "dots"),
+            "dtype": self.dtype in ("float32", "bfloat16"),
+        }
+        bad = [f"update.{name}={getattr(self, name)!r}" for name, ok in bounds.items() if not ok]
+        if bad:
+            raise ValueError(f"out of range: {', '.join(bad)}; see UpdateSettings for the bounds")
+
+
+def make_schedule(settings: UpdateSettings, total_steps: int) -> optax.Schedule:
+    """Learning rate of each update: linear warm-up, then the chosen decay to 0 at `total_steps`.
+
+    The first update already has lr / warmup_steps: a rate of 0 would waste its rollout.
+    """
+    warmup = settings.warmup_steps
+    if warmup > total_steps:
+        raise ValueError(
+            f"update.warmup_steps={warmup} exceeds train.steps={total_steps}: the run would end "
+            "before the learning rate is reached; lower it"
+        )
+
+    def rate(step: Any) -> jax.Array:
+        rise = jnp.minimum((step + 1) / max(warmup, 1), 1.0)
+        progress = jnp.clip((step - warmup) / max(total_steps - warmup, 1), 0.0, 1.0)
+        return settings.lr * rise * _DECAY[settings.schedule](progress)
+
+    return rate
+
+
+def make_optimizer(settings: UpdateSettings, total_steps: int) -> optax.GradientTransformation:
+    """AdamW (decay on all params, as in verl) behind clipping by the global norm."""
+    adamw = optax.adamw(
+        make_schedule(settings, total_steps),
+        b1=settings.b1,
+        b2=settings.b2,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+    )
+    if settings.clip_norm == 0:
+        return adamw
+    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), adamw)

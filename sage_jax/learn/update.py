@@ -1,0 +1,316 @@
+"""One optimizer update: micro-batches accumulated on device, then one sharded Optax step.
+
+Loss terms are sums over tokens divided by counts of the whole update, so that the split into
+micro-batches, buckets and devices changes nothing:
+
+    loss = sum over roles of weight_role / tokens_role * (sum of the role's token losses)
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from sage_jax.core.masked import masked_max, masked_sum
+from sage_jax.core.mesh import Layout
+from sage_jax.learn.objective import importance_weight, kl_k3, policy_loss
+from sage_jax.learn.optimizer import UpdateSettings
+from sage_jax.learn.pack import MicroBatch, Packed
+from sage_jax.learn.score import token_logps
+from sage_jax.models.qwen import QwenConfig
+
+Params = Any
+Metrics = dict[str, jax.Array]
+
+
+class TrainState(NamedTuple):
+    """Params, optimizer state, updates applied, updates skipped, reference params if KL is on."""
+
+    params: Params
+    opt_state: Any
+    step: jax.Array
+    skipped: jax.Array
+    ref_params: Params | None = None
+
+
+class Accumulator(NamedTuple):
+    """Running gradient (float32, like params), sums and maxima over the micro-batches so far."""
+
+    grads: Params
+    sums: Metrics
+    maxima: Metrics
+
+
+def init_state(
+    params: Params, tx: optax.GradientTransformation, *, reference: bool = False
+) -> TrainState:
+    """State at step 0, placed like `params`; with `reference` a frozen copy of them for the KL.
+
+    The state takes `params` over: the first update donates their buffers. ValueError unless all
+    of them are float32, in which small updates are not rounded away.
+    """
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        if leaf.dtype != jnp.float32:
+            raise ValueError(
+                f"{jax.tree_util.keystr(path)} is {leaf.dtype}; master params must be float32 "
+                "(update.dtype sets the dtype of the matrix products)"
+            )
+    sharding = jax.tree.leaves(params)[0].sharding
+    if isinstance(sharding, NamedSharding):
+        sharding = NamedSharding(sharding.mesh, PartitionSpec())
+
+    def place(leaf: jax.Array) -> jax.Array:
+        # Moments are made like their params; left where they are made, counters would move
+        # with the first update and have the second one compiled again.
+        return jax.device_put(leaf, sharding) if leaf.ndim == 0 else leaf
+
+    return TrainState(
+        params=params,
+        opt_state=jax.tree.map(place, tx.init(params)),
+        step=place(jnp.zeros((), jnp.int32)),
+        skipped=place(jnp.zeros((), jnp.int32)),
+        ref_params=jax.tree.map(jnp.copy, params) if reference else None,
+    )
+
+
+def completion_mask(micro: MicroBatch) -> jax.Array:
+    """True [b, t] at the tokens the model generated, its stop token included; from lengths only."""
+    position_1t = jnp.arange(micro.tokens_bt.shape[1])[None]
+    return (position_1t >= micro.prompt_length_b[:, None]) & (position_1t < micro.length_b[:, None])
+
+
+def micro_objective(
+    logp_bt: jax.Array,
+    entropy_bt: jax.Array,
+    ref_logp_bt: jax.Array | None,
+    micro: MicroBatch,
+    role_tokens_r: jax.Array,
+    role_weights_r: jax.Array,
+    settings: UpdateSettings,
+) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
+    """This micro-batch's part of the loss, and (sums, maxima) over its tokens for the metrics.
+
+    `role_tokens_r` counts the completion tokens of each role in the whole update.
+    """
+    mask_bt = completion_mask(micro)
+
+    def keep(x_bt: jax.Array) -> jax.Array:
+        # Before any arithmetic: 0 times the gradient of an overflow would be NaN.
+        return jnp.where(mask_bt, x_bt, 0.0)
+
+    logp_bt, entropy_bt, sampler_bt = keep(logp_bt), keep(entropy_bt), keep(micro.sampler_logp_bt)
+    old = jax.lax.stop_gradient(logp_bt) if micro.old_logp_bt is None else keep(micro.old_logp_bt)
+    adv_bt = keep(micro.adv_b[:, None])
+    terms = policy_loss(
+        logp_bt, old, adv_bt, settings.clip_low, settings.clip_high, settings.dual_clip
+    )
+    loss_bt, kl_bt, weight_bt = terms.loss, jnp.zeros_like(logp_bt), jnp.ones_like(logp_bt)
+    if settings.importance_cap:
+        weight_bt = importance_weight(old, sampler_bt, settings.importance_cap)
+        loss_bt *= weight_bt
+    if settings.entropy_coef:
+        loss_bt -= settings.entropy_coef * entropy_bt
+    if ref_logp_bt is not None:
+        kl_bt = kl_k3(logp_bt, keep(ref_logp_bt))
+        loss_bt += settings.kl_coef * kl_bt
+    scale_r = role_weights_r / jnp.maximum(role_tokens_r, 1)
+    loss = masked_sum(loss_bt * scale_r[micro.role_b][:, None], mask_bt)
+    gap_bt = jnp.abs(logp_bt - sampler_bt)
+    role_rb = micro.role_b[None] == jnp.arange(role_tokens_r.size)[:, None]
+
+    def per_role(x_bt: jax.Array) -> jax.Array:
+        return jnp.where(role_rb, masked_sum(x_bt, mask_bt, axis=1)[None], 0.0).sum(axis=1)
+
+    sums = {
+        "loss": loss,
+        "tokens_r": per_role(jnp.ones_like(logp_bt)),
+        "entropy_r": per_role(entropy_bt),
+        "gap": masked_sum(gap_bt, mask_bt),
+        "clipped": masked_sum(terms.clipped, mask_bt).astype(jnp.float32),
+        "dual_clipped": masked_sum(terms.dual_clipped, mask_bt).astype(jnp.float32),
+        "weight": masked_sum(weight_bt, mask_bt),
+        "kl": masked_sum(kl_bt, mask_bt),
+    }
+    maxima = {"ratio": masked_max(terms.ratio, mask_bt), "gap": masked_max(gap_bt, mask_bt)}
+    return loss, jax.lax.stop_gradient((sums, maxima))
+
+
+class Update:
+    """The jitted programs of an update, for one model, one set of settings and one placement.
+
+    `accumulate(state, acc, micro, role_tokens) -> acc` donates acc, `finish(state, acc) ->
+    (state, metrics)` donates state. `like` is the state, or an abstract one with shardings.
+    """
+
+    def __init__(
+        self,
+        cfg: QwenConfig,
+        settings: UpdateSettings,
+        roles: Sequence[str],
+        tx: optax.GradientTransformation,
+        like: TrainState,
+        layout: Layout | None = None,
+    ):
+        unknown = sorted(set(settings.role_weights) - set(roles))
+        if unknown:
+            raise ValueError(
+                f"update.role_weights names {', '.join(unknown)}; roles are {', '.join(roles)}"
+            )
+        if settings.kl_coef and like.ref_params is None:
+            raise ValueError(
+                f"update.kl_coef={settings.kl_coef} needs reference params; "
+                "make the state with reference=True"
+            )
+        self.cfg, self.settings, self.roles, self.tx = cfg, settings, tuple(roles), tx
+        self.layout = layout
+        self._replicated = state_at = acc_at = None
+        if layout is not None:
+            # Left to the compiler, an output may come back placed differently from its input,
+            # which costs a second compilation and the donation.
+            state_at: Any = jax.tree.map(lambda x: x.sharding, like)
+            self._replicated = replicated = state_at.step
+            acc_at = Accumulator(state_at.params, replicated, replicated)
+        finish_at = (state_at, self._replicated)
+        self.zeros = jax.jit(self._zeros, out_shardings=acc_at)
+        self.accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=acc_at)
+        self.finish = jax.jit(self._finish, donate_argnums=0, out_shardings=finish_at)
+        self._score = jax.jit(self._score_micro)
+
+    def step(self, state: TrainState, packed: Packed) -> tuple[TrainState, Metrics]:
+        """One update over all of `packed`; donates `state`. ValueError if there is nothing in it.
+
+        Metrics stay on the device, see `host_metrics`. A loss or gradient that is not finite
+        leaves params and optimizer state untouched and adds one to `skipped`.
+        """
+        if not packed.micros:
+            raise ValueError("no row to train on: every row of this update was masked or absent")
+        acc, role_tokens_r = self.zeros(state), self.place_counts(packed.role_tokens)
+        for micro in packed.micros:
+            acc = self.accumulate(state, acc, self.place(micro), role_tokens_r)
+        return self.finish(state, acc)
+
+    def old_logps(self, state: TrainState, micro: MicroBatch) -> jax.Array:
+        """Log-probs [b, t] of a placed micro-batch under the params as they are now.
+
+        With several epochs or mini-batches: taken once before the first update, for
+        `micro._replace(old_logp_bt=...)`.
+        """
+        return self._score(state.params, micro)
+
+    def place(self, micro: MicroBatch) -> MicroBatch:
+        """The micro-batch on the devices, rows split over the batch axes of the mesh."""
+        layout, axes = self.layout, ("batch", "seq")
+        if layout is None:
+            return jax.device_put(micro)
+        shardings = jax.tree.map(lambda x: layout.sharding(axes[: x.ndim], x.shape), micro)
+        return jax.device_put(micro, shardings)
+
+    def place_counts(self, role_tokens: np.ndarray) -> jax.Array:
+        """The global token counts per role on every device."""
+        return jax.device_put(role_tokens, self._replicated)
+
+    def explain_skip(self, state: TrainState, packed: Packed) -> str:
+        """Which rows and params made the last update not finite; replays it, as `state` is intact.
+
+        Costs one pass over the micro-batches; '' when every part is finite.
+        """
+        role_tokens_r = self.place_counts(packed.role_tokens)
+        for micro, ids in zip(packed.micros, packed.ids, strict=True):
+            acc = self.accumulate(state, self.zeros(state), self.place(micro), role_tokens_r)
+            leaves = jax.tree_util.tree_leaves_with_path(acc.grads)
+            named = [("loss", acc.sums["loss"])]
+            named += [(f"gradient{jax.tree_util.keystr(path)}", leaf) for path, leaf in leaves]
+            bad = [name for name, value in named if not jnp.isfinite(value).all()]
+            if bad:
+                return f"rows {', '.join(ids)}: not finite in {', '.join(bad)}"
+        return ""
+
+    def _zeros(self, state: TrainState) -> Accumulator:
+        names = ("loss", "gap", "clipped", "dual_clipped", "weight", "kl")
+        zero, zero_r = jnp.zeros(()), jnp.zeros(len(self.roles))
+        sums = {**dict.fromkeys(names, zero), "tokens_r": zero_r, "entropy_r": zero_r}
+        grads = jax.tree.map(jnp.zeros_like, state.params)
+        return Accumulator(grads, sums, {"ratio": zero, "gap": zero})
+
+    def _logps(self, params: Params, micro: MicroBatch, entropy: bool) -> tuple[jax.Array, Any]:
+        return token_logps(
+            params,
+            self.cfg,
+            micro.tokens_bt,
+            micro.temperature_b,
+            dtype=jnp.dtype(self.settings.dtype),
+            layout=self.layout,
+            remat=self.settings.remat,
+            chunk=self.settings.chunk,
+            entropy=entropy,
+            entropy_gradient=self.settings.entropy_coef > 0,
+        )
+
+    def _score_micro(self, params: Params, micro: MicroBatch) -> jax.Array:
+        return self._logps(params, micro, entropy=False)[0]
+
+    def _accumulate(
+        self, state: TrainState, acc: Accumulator, micro: MicroBatch, role_tokens_r: jax.Array
+    ) -> Accumulator:
+        ref_logp_bt = None
+        if self.settings.kl_coef:
+            ref_logp_bt = self._score_micro(state.ref_params, micro)
+        role_weights_r = jnp.array([self.settings.role_weights.get(r, 1.0) for r in self.roles])
+
+        def loss(params: Params):
+            logp_bt, entropy_bt = self._logps(params, micro, entropy=True)
+            terms = (logp_bt, entropy_bt, ref_logp_bt)
+            return micro_objective(*terms, micro, role_tokens_r, role_weights_r, self.settings)
+
+        grads, (sums, maxima) = jax.grad(loss, has_aux=True)(state.params)
+        return Accumulator(
+            jax.tree.map(jnp.add, acc.grads, grads),
+            jax.tree.map(jnp.add, acc.sums, sums),
+            jax.tree.map(jnp.maximum, acc.maxima, maxima),
+        )
+
+    def _finish(self, state: TrainState, acc: Accumulator) -> tuple[TrainState, Metrics]:
+        grad_norm = optax.tree.norm(acc.grads)
+        finite = jnp.isfinite(grad_norm) & jnp.isfinite(acc.sums["loss"])
+        updates, opt_state = self.tx.update(acc.grads, state.opt_state, state.params)
+        applied = state._replace(
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            step=state.step + 1,
+        )
+        skipped = state._replace(skipped=state.skipped + 1)
+        state = jax.tree.map(lambda new, old: jnp.where(finite, new, old), applied, skipped)
+        return state, self._metrics(acc, grad_norm, state.skipped)
+
+    def _metrics(self, acc: Accumulator, grad_norm: jax.Array, skipped: jax.Array) -> Metrics:
+        sums, tokens = acc.sums, jnp.sum(acc.sums["tokens_r"])
+        metrics = {
+            "loss": sums["loss"],
+            "grad_norm": grad_norm,
+            "ratio/max": acc.maxima["ratio"],
+            "logp_gap/mean": sums["gap"] / tokens,
+            "logp_gap/max": acc.maxima["gap"],
+            "clip/share": sums["clipped"] / tokens,
+            "clip/dual_share": sums["dual_clipped"] / tokens,
+            "skipped": skipped,
+        }
+        if self.settings.importance_cap:
+            metrics["importance/mean"] = sums["weight"] / tokens
+        if self.settings.kl_coef:
+            metrics["kl"] = sums["kl"] / tokens
+        for r, role in enumerate(self.roles):
+            metrics[f"entropy/{role}"] = sums["entropy_r"][r] / sums["tokens_r"][r]
+        return metrics
+
+
+def host_metrics(metrics: Metrics) -> dict[str, float]:
+    """Metrics as Python floats in one transfer; a figure that is not finite is left out.
+
+    So a role without tokens has no entropy, and a skipped update no loss or gradient norm.
+    """
+    values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+    return {name: value for name, value in values.items() if np.isfinite(value)}

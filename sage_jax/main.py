@@ -1,0 +1,91 @@
+"""The front door: `python -m sage_jax.main --config=FILE --mode=MODE`."""
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from sage_jax import config as schema
+
+MODES = ("train", "sft", "eval", "generate", "score", "export")
+NEEDS_CONFIG = ("train", "sft", "eval")
+NEEDS_FILES = {"generate": ("input", "output"), "score": ("input", "output"), "export": ("output",)}
+
+FLAGS = flags.FLAGS
+schema.register_list_parser()
+CONFIG = config_flags.DEFINE_config_file(
+    "config", schema.__file__, "Config file; its fields are changed with --config.a.b=value."
+)
+MODE = flags.DEFINE_enum("mode", "train", MODES, "What to do.")
+WORKDIR = flags.DEFINE_string("workdir", "", "Where a run lives (default: runs/<config name>).")
+INPUT = flags.DEFINE_string("input", "", "JSON lines to read (generate, score).")
+OUTPUT = flags.DEFINE_string("output", "", "File or folder to write (generate, score, export).")
+
+
+class UsageError(ValueError):
+    """The command line cannot be carried out as given."""
+
+
+class StopRequest:
+    """Ctrl-C and SIGTERM ask for a save; a second Ctrl-C ends at once."""
+
+    def __init__(self):
+        self.signal = 0
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._ask)
+            signal.signal(signal.SIGINT, self._ask)
+
+    def _ask(self, number: int, frame) -> None:
+        if self.signal == signal.SIGINT == number:
+            raise KeyboardInterrupt
+        self.signal = number
+        print("stopping: the last finished step will be saved", file=sys.stderr)
+
+    def __call__(self) -> bool:
+        return bool(self.signal)
+
+
+def parse(argv: list[str]) -> None:
+    """Read the command line. UsageError for what it cannot mean."""
+    app.define_help_flags()
+    try:
+        rest = FLAGS(argv)
+    except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
+        raise UsageError(schema.explain_flag_error(str(error))) from error
+    if rest[1:]:
+        raise UsageError(f"unexpected argument {rest[1]!r}; options start with --")
+    if MODE.value in NEEDS_CONFIG and not FLAGS["config"].present:
+        raise UsageError(f"--mode={MODE.value} needs --config=FILE, such as configs/tiny.py")
+    for name in NEEDS_FILES.get(MODE.value, ()):
+        if not FLAGS[name].value:
+            raise UsageError(f"--mode={MODE.value} needs --{name}=PATH")
+    if INPUT.value and not Path(INPUT.value).is_file():
+        raise UsageError(f"--input={INPUT.value}: no such file")
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0 done, 1 some input lines were bad, 2 usage or config, 143 saved on SIGTERM."""
+    from sage_jax.tasks.sources import SourceError
+    from sage_jax.verify import SandboxError
+
+    try:
+        parse(argv)
+        config = schema.validate(CONFIG.value)
+        # Only now: a mistyped flag should not cost the seconds that JAX takes to load.
+        from sage_jax import modes
+
+        overrides = config_flags.get_override_values(FLAGS["config"])
+        name = Path(config_flags.get_config_filename(FLAGS["config"])).stem
+        workdir = Path(WORKDIR.value or f"runs/{name}")
+        job = modes.Job(config, overrides, workdir, Path(INPUT.value), Path(OUTPUT.value))
+        return modes.MODES[MODE.value](job, StopRequest())
+    except (UsageError, schema.ConfigError, SourceError, SandboxError) as error:
+        print(f"sage_jax: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,256 @@
+"""Hugging Face model folders: streamed into place on load, checked after export.
+
+Safetensors only, and no code from a folder is ever run.
+"""
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from sage_jax.core.mesh import Layout
+from sage_jax.core.tokens import resolve
+from sage_jax.models.qwen import Param, Params, param_table
+from sage_jax.models.qwen_config import QwenConfig
+
+INDEX = "model.safetensors.index.json"
+DTYPES = ("F32", "BF16", "F16")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+
+def load(
+    path: str | Path, dtype: DTypeLike = jnp.float32, layout: Layout | None = None
+) -> tuple[Params, QwenConfig]:
+    """Params in `dtype`, placed by `layout` (update or decode rules), and the config of a folder.
+
+    Tensors are read one by one and cast on the host, which holds one (stacked) parameter at a
+    time. ValueError listing all of: missing, repeated and unknown tensors, wrong shapes and types,
+    shards and index entries that do not match, unsupported config fields.
+    """
+    folder = resolve(path)
+    cfg = QwenConfig.from_hf(_read_json(folder / "config.json"))
+    table = param_table(cfg)
+    stored = _find(folder, table, cfg)
+    flat = {name: _place(p, stored, dtype, layout) for name, p in table.items()}
+    return unflatten_dict(flat, sep="."), cfg
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ValueError(f"{path.parent} has no {path.name}: not a Hugging Face model folder")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def _hf_names(param: Param) -> list[str]:
+    if param.axes[0] != "layers":
+        return [param.hf_name]
+    return [param.hf_name.format(layer=i) for i in range(param.shape[0])]
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """Where one tensor lies. The file is opened for each read: a lasting map of it would stay in
+    memory beside the params."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    def read(self, name: str) -> np.ndarray:
+        with safe_open(self.file, framework="np") as handle:
+            return handle.get_tensor(name)
+
+
+def _find(folder: Path, table: dict[str, Param], cfg: QwenConfig) -> dict[str, _Stored]:
+    """Every tensor of the folder by Hugging Face name, checked to be just what the table needs."""
+    files, index, problems = _weight_files(folder)
+    found: dict[str, _Stored] = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="np") as handle:
+                parts = {name: handle.get_slice(name) for name in handle.keys()}
+                new = {
+                    name: _Stored(file, tuple(part.get_shape()), part.get_dtype())
+                    for name, part in parts.items()
+                }
+        except (OSError, SafetensorError) as error:
+            problems.append(f"{file.name} cannot be read: {error}")
+            continue
+        for name in sorted(set(new) & set(found)):
+            problems.append(f"{name} is in both {found[name].file.name} and {file.name}")
+        found |= new
+    problems += [
+        f"{INDEX} places {name} in {file}, which does not hold it"
+        for name, file in index.items()
+        if name in found and found[name].file.name != file
+    ]
+    expected = {name: p.hf_shape for p in table.values() for name in _hf_names(p)}
+    for name, shape in expected.items():
+        if name not in found:
+            problems.append(f"{name} is missing{_head_hint(name)}")
+            continue
+        stored = found[name]
+        if stored.shape != shape:
+            problems.append(f"{name} has shape {stored.shape}, config.json asks for {shape}")
+        if stored.dtype not in DTYPES:
+            problems.append(f"{name} has type {stored.dtype}, not one of {DTYPES}")
+    for name in sorted(set(found) - set(expected)):
+        if name == "lm_head.weight":
+            if not problems and not _same(found, name, "model.embed_tokens.weight"):
+                problems.append(
+                    f"{name} differs from the embedding, but config.json ties them: set "
+                    "tie_word_embeddings to false"
+                )
+        elif not name.endswith("rotary_emb.inv_freq"):  # a constant in old checkpoints
+            problems.append(f"{name} is not a parameter of a {cfg.model_type} model")
+    if problems:
+        raise ValueError(f"weights of {folder}:\n  " + "\n  ".join(problems))
+    return found
+
+
+def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str], list[str]]:
+    """Safetensors files to read, the index (tensor -> file name; empty if none), problems."""
+    present = sorted(folder.glob("*.safetensors"))
+    if not (folder / INDEX).is_file():
+        problem = "no *.safetensors file: other formats are not read, convert the checkpoint"
+        return present, {}, [] if present else [problem]
+    index = _read_json(folder / INDEX).get("weight_map", {})
+    listed = sorted(set(index.values()))
+    problems = [f"{INDEX} lists {f}, which is absent" for f in listed if folder / f not in present]
+    if "model.safetensors" not in listed and folder / "model.safetensors" in present:
+        problems.append(f"both model.safetensors and {INDEX} are there: remove the stale one")
+    return [file for file in present if file.name in listed], index, problems
+
+
+def _head_hint(name: str) -> str:
+    if name != "lm_head.weight":
+        return ""
+    return ": if the head is tied to the embedding, set tie_word_embeddings to true"
+
+
+def _same(found: dict[str, _Stored], first: str, second: str) -> bool:
+    return np.array_equal(found[first].read(first), found[second].read(second))
+
+
+def _place(
+    param: Param, stored: dict[str, _Stored], dtype: DTypeLike, layout: Layout | None
+) -> jax.Array:
+    host = np.empty(param.shape, jnp.dtype(dtype))
+    parts = host if param.axes[0] == "layers" else host[None]
+    for part, name in zip(parts, _hf_names(param), strict=True):
+        # Laid out anew before the cast: numpy casts a transposed array far slower than it copies.
+        part[...] = np.ascontiguousarray(param.from_hf(stored[name].read(name)))
+    if layout is None:
+        return jax.device_put(host)
+    sharding = layout.sharding(param.axes, param.shape)
+    return jax.make_array_from_callback(param.shape, sharding, lambda index: host[index])
+
+
+def export(
+    params: Params,
+    cfg: QwenConfig,
+    out_dir: str | Path,
+    source_dir: str | Path | None = None,
+    *,
+    dtype: DTypeLike | None = None,
+    shard_bytes: int = 4_000_000_000,
+) -> Path:
+    """Write a folder that transformers and serving engines load, then read it back and compare.
+
+    Weights go to model.safetensors, or to shards of at most `shard_bytes` with an index, in
+    `dtype` (default: the params' own). From `source_dir` come the tokenizer files and the fields
+    of config.json that the architecture does not fix, such as token ids. Returns the folder.
+    ValueError when `out_dir` already holds weights, or params and config do not match; OSError
+    when a tensor reads back different.
+    """
+    out = Path(out_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.glob("*.safetensors*")):
+        raise ValueError(f"{out} already holds weights: choose a new folder")
+    table, flat = param_table(cfg), flatten_dict(params, sep=".")
+    expected = {name: p.shape for name, p in table.items()}
+    given = {name: x.shape for name, x in flat.items()}
+    if expected != given:
+        wrong = sorted(dict(expected.items() ^ given.items()))
+        raise ValueError(f"params do not match the config at {wrong}")
+
+    shards = _shards(table, flat, dtype, shard_bytes)
+    for file, names in shards.items():
+        tensors = {hf_name: _to_host(table, flat, dtype, *names[hf_name]) for hf_name in names}
+        save_file(tensors, out / file, metadata={"format": "pt"})
+    if len(shards) > 1:
+        weight_map = {hf_name: file for file, names in shards.items() for hf_name in names}
+        _write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map})
+    source = None if source_dir is None else resolve(source_dir)
+    for name in TOKENIZER_FILES:
+        if source is not None and (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
+    written = _find(out, table, cfg)
+    for names in shards.values():
+        for hf_name, where in names.items():
+            value = _to_host(table, flat, dtype, *where)
+            if written[hf_name].read(hf_name).tobytes() != value.tobytes():
+                raise OSError(f"{hf_name} reads back different from {out}")
+    # Last, because a folder without it does not load: a killed export cannot pass for a whole one.
+    base = {} if source is None else _read_json(source / "config.json")
+    stored = jnp.dtype(dtype or flat["embed"].dtype).name
+    base = {k: v for k, v in base.items() if k not in ("dtype", "rope_scaling")}
+    _write_json(out / "config.json", {**base, **cfg.to_hf(), "torch_dtype": stored})
+    return out
+
+
+def _shards(
+    table: dict[str, Param], flat: dict[str, jax.Array], dtype: DTypeLike | None, limit: int
+) -> dict[str, dict[str, tuple[str, int | None]]]:
+    """File name -> {Hugging Face name -> (parameter, layer or None)}, tensors in table order."""
+    groups: list[dict[str, tuple[str, int | None]]] = [{}]
+    used = 0
+    for name, param in table.items():
+        stacked = param.axes[0] == "layers"
+        size = int(np.prod(param.hf_shape)) * jnp.dtype(dtype or flat[name].dtype).itemsize
+        for layer, hf_name in enumerate(_hf_names(param)):
+            if used and used + size > limit:
+                groups.append({})
+                used = 0
+            groups[-1][hf_name] = (name, layer if stacked else None)
+            used += size
+    if len(groups) == 1:
+        return {"model.safetensors": groups[0]}
+    total = len(groups)
+    return {f"model-{i:05}-of-{total:05}.safetensors": g for i, g in enumerate(groups, start=1)}
+
+
+def _to_host(
+    table: dict[str, Param],
+    flat: dict[str, jax.Array],
+    dtype: DTypeLike | None,
+    name: str,
+    layer: int | None,
+) -> np.ndarray:
+    array = np.asarray(flat[name] if layer is None else flat[name][layer])
+    return np.ascontiguousarray(table[name].to_hf(array).astype(jnp.dtype(dtype or array.dtype)))
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")

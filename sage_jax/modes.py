@@ -1,0 +1,193 @@
+"""What each --mode does, from a validated config to an exit code."""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+
+from sage_jax import config as schema
+from sage_jax import offline
+from sage_jax.core.checkpoint import Checkpoints
+from sage_jax.evaluate import Evaluator, bare_graph, first_of_each_domain, write_answers
+from sage_jax.methods.graph import Cancelled
+from sage_jax.methods.measure import accuracy, all_samples
+from sage_jax.methods.sage import Sage
+from sage_jax.models import hf
+from sage_jax.report.progress import Progress, setup_logging
+from sage_jax.roles import load_prompts
+from sage_jax.run import start
+from sage_jax.runtime import (
+    Model,
+    Placement,
+    decode_weights,
+    enable_compilation_cache,
+    load_model,
+    make_engine,
+    make_verifier,
+    placement,
+)
+from sage_jax.startup import table
+from sage_jax.tasks import sources
+from sage_jax.train import RunFailure, train
+
+TERMINATED = 143  # the exit code of a run saved on SIGTERM
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One command line, read and checked."""
+
+    config: object
+    overrides: Mapping
+    workdir: Path
+    input: Path
+    output: Path
+
+
+def run_train(job: Job, stop) -> int:
+    """Train, or continue, in the work directory."""
+    config = job.config
+    checkpoints = job.workdir / "checkpoints"
+    done = newest_step(checkpoints)
+    if done is not None and done >= config.train.steps:
+        print(
+            f"{job.workdir} is finished: step {done} of train.steps={config.train.steps}; "
+            "raise train.steps to go on, or choose another --workdir"
+        )
+        return 0
+    job.workdir.mkdir(parents=True, exist_ok=True)
+    schema.dump(config, job.overrides, job.workdir / "config.json")
+    log = setup_logging(quiet=config.report.quiet)
+    with start(config, job.workdir, stop) as run:
+        log.info(table(run, job.workdir))
+        try:
+            train(run)
+        except Cancelled:
+            log.warning(f"saved step {run.step} in {job.workdir}; the same command continues")
+            return TERMINATED
+        except RunFailure as error:
+            print(f"sage_jax: stopped at step {run.step}: {error}", file=sys.stderr)
+            return 1
+        log.info(f"finished {run.step} steps; results in {job.workdir}")
+    return 0
+
+
+def newest_step(folder: Path) -> int | None:
+    """Step of the newest checkpoint in a folder that may not exist."""
+    if not folder.is_dir():
+        return None
+    checkpoints = Checkpoints(folder, keep=1 << 30)
+    try:
+        return checkpoints.latest
+    finally:
+        checkpoints.close()
+
+
+def trained_model(job: Job, place: Placement) -> tuple[Model, str]:
+    """The newest checkpoint of the work directory, else model.path; and which it was."""
+    model = load_model(job.config, place)
+    folder = job.workdir / "checkpoints"
+    step = newest_step(folder)
+    if step is None:
+        return model, job.config.model.path
+    checkpoints = Checkpoints(folder, keep=1 << 30)
+    arrays, _ = checkpoints.restore(step, {"params": model.params})
+    checkpoints.close()
+    model.params = arrays["params"]
+    return model, f"{job.workdir} at step {step}"
+
+
+def run_eval(job: Job, stop) -> int:
+    """Greedy accuracy on eval.benchmarks, or on valid.path judged as in training."""
+    config = job.config
+    job.workdir.mkdir(parents=True, exist_ok=True)
+    setup_logging(quiet=config.report.quiet)
+    place = placement(config)
+    names = list(config.eval.benchmarks) or [config.valid.path]
+    policy = "eval" if config.eval.benchmarks else "reward"
+    suites = {name: sources.load([name]) for name in names}
+    method = Sage(config, load_prompts(config.method.prompts))
+    results = {}
+    with (
+        make_verifier(config, policy) as verifier,
+        Progress(len(suites), quiet=config.report.quiet) as progress,
+    ):
+        model, origin = trained_model(job, place)
+        engine = make_engine(config, model.cfg, place, notice=progress.stage)
+        engine.start(decode_weights(model.params, model.cfg, place, config.model.dtype))
+        evaluator = Evaluator(config, engine, verifier, model.tokens, method)
+        print(f"evaluating {origin} (verifier policy {policy})")
+        for number, (name, tasks) in enumerate(suites.items()):
+            tasks = first_of_each_domain(tasks, config.valid.limit)
+            episodes = evaluator.run(
+                tasks,
+                bare_graph(method, 1),
+                0.0,
+                stage=lambda n, ids: progress.stage(n, lambda: ids),
+                stop=stop,
+            )
+            samples = all_samples(episodes)
+            results[name] = {
+                "items": len(samples),
+                "accuracy": accuracy(samples),
+                "wellformed": accuracy([s for s in samples if s.parsed.ok]),
+                "truncated": sum(s.completion.finish == "length" for s in samples) / len(samples),
+                "masked": sum(s.verdict.masked for s in samples) / len(samples),
+            }
+            write_answers(job.workdir / f"eval_{number}_{Path(name).stem}.jsonl", episodes)
+            print(f"{name}: accuracy {results[name]['accuracy']:.4f} on {len(samples)} items")
+    summary = {"model": origin, "policy": policy, "results": results}
+    (job.workdir / "eval.json").write_text(json.dumps(summary, indent=1) + "\n")
+    return 0
+
+
+def _offline(work: Callable) -> Callable[[Job, Callable], int]:
+    def run(job: Job, stop) -> int:
+        setup_logging(quiet=job.config.report.quiet)
+        place = placement(job.config)
+        job.output.parent.mkdir(parents=True, exist_ok=True)
+        with Progress(1, quiet=job.config.report.quiet) as progress:
+            model = load_model(job.config, place)
+            problems = work(
+                job.config,
+                model,
+                place,
+                job.input,
+                job.output,
+                lambda name, ids: progress.stage(name, lambda: ids),
+            )
+        for problem in problems:
+            print(f"{job.input}:{problem.line}: {problem.text}", file=sys.stderr)
+        return 1 if problems else 0
+
+    return run
+
+
+def run_export(job: Job, stop) -> int:
+    """Write a Hugging Face folder and read it back."""
+    place = placement(job.config)
+    model, origin = trained_model(job, place)
+    hf.export(model.params, model.cfg, job.output, source_dir=model.folder)
+    print(f"exported {origin} to {job.output}; read back and equal")
+    return 0
+
+
+def run_sft(job: Job, stop) -> int:
+    """Supervised fine-tuning, the recipe of the packaged tiny model."""
+    from sage_jax.sft import sft
+
+    setup_logging(quiet=job.config.report.quiet)
+    return sft(job.config, job.workdir)
+
+
+MODES = {
+    "train": run_train,
+    "sft": run_sft,
+    "eval": run_eval,
+    "generate": _offline(offline.generate),
+    "score": _offline(offline.score),
+    "export": run_export,
+}
+enable_compilation_cache()

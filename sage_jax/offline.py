@@ -1,0 +1,272 @@
+"""`--mode=generate` and `--mode=score`: JSON lines in, JSON lines out, in input order."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sage_jax.core.rng import row_key
+from sage_jax.learn.score import token_logps
+from sage_jax.rollout.decode import MAX_STOPS
+from sage_jax.rollout.engine import Engine, Row, bucket_of
+from sage_jax.runtime import Model, Placement, decode_weights
+
+GENERATE_FIELDS = {
+    "id": str,
+    "prompt": str,
+    "messages": list,
+    "tokens": list,
+    "n": int,
+    "seed": int,
+    "temperature": float,
+    "top_p": float,
+    "max_new_tokens": int,
+    "stop_ids": list,
+}
+SCORE_FIELDS = {"id": str, "tokens": list, "temperature": float}
+SMALLEST_BUCKET = 32
+
+
+@dataclasses.dataclass
+class Problem:
+    """A bad input line: its number from 1 and what to mend."""
+
+    line: int
+    text: str
+
+
+def read_lines(path: Path, fields: dict[str, type]) -> tuple[list[tuple[int, dict]], list[Problem]]:
+    """Good rows with their line numbers, and the bad ones; blank lines are passed over."""
+    rows, problems, seen = [], [], {}
+    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except ValueError as error:
+            problems.append(Problem(number, f"not a JSON object ({error})"))
+            continue
+        text = _row_problem(row, fields)
+        if not text and row["id"] in seen:
+            text = f"id {row['id']!r} was used on line {seen[row['id']]}; ids must be unique"
+        if text:
+            problems.append(Problem(number, text))
+        else:
+            seen[row["id"]] = number
+            rows.append((number, row))
+    return rows, problems
+
+
+def _row_problem(row: object, fields: dict[str, type]) -> str:
+    if not isinstance(row, dict):
+        return "not a JSON object; write {...} on one line"
+    for name, value in row.items():
+        if name not in fields:
+            return f"unknown field {name!r}; known: {', '.join(fields)}"
+        kind = (int, float) if fields[name] is float else fields[name]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            return f"{name}={value!r}: expected {fields[name].__name__}"
+    if not row.get("id"):
+        return "id is missing or empty"
+    return ""
+
+
+def _token_problem(name: str, ids: list, vocab_size: int) -> str:
+    for token in ids:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            return f"{name} holds {token!r}: ids are integers in [0, {vocab_size})"
+    return ""
+
+
+def _generate_problem(row: dict, vocab_size: int) -> str:
+    given = [name for name in ("prompt", "messages", "tokens") if name in row]
+    if len(given) != 1:
+        return f"give exactly one of prompt, messages, tokens (here: {', '.join(given) or 'none'})"
+    if row.get("n", 1) < 1:
+        return f"n={row['n']}: must be at least 1"
+    if row.get("max_new_tokens", 1) < 1:
+        return f"max_new_tokens={row['max_new_tokens']}: must be at least 1"
+    temperature, top_p = row.get("temperature", 1.0), row.get("top_p", 1.0)
+    if not 0 <= temperature < math.inf:
+        return f"temperature={temperature}: must be 0 (greedy) or more"
+    if not 0 < top_p <= 1:
+        return f"top_p={top_p}: must lie in (0, 1]"
+    if len(row.get("stop_ids", ())) > MAX_STOPS:
+        return f"stop_ids has {len(row['stop_ids'])} entries; at most {MAX_STOPS}"
+    for message in row.get("messages", ()):
+        if not isinstance(message, dict) or not all(
+            isinstance(message.get(k), str) for k in ("role", "content")
+        ):
+            return f"messages holds {message!r}: each needs text under role and content"
+    return _token_problem("tokens", row.get("tokens", []), vocab_size) or _token_problem(
+        "stop_ids", row.get("stop_ids", []), vocab_size
+    )
+
+
+def _prompt_tokens(row: dict, model: Model) -> list[int]:
+    if "tokens" in row:
+        return row["tokens"]
+    if "prompt" in row:
+        return model.tokens.encode(row["prompt"])
+    return model.tokens.chat(row["messages"])
+
+
+def _buckets(longest: int) -> tuple[int, ...]:
+    sizes = [SMALLEST_BUCKET]
+    while sizes[-1] < longest:
+        sizes.append(2 * sizes[-1])
+    return tuple(sizes)
+
+
+def _plan_rows(good, model: Model) -> tuple[list[tuple[dict, list[Row]]], list[Problem]]:
+    planned, problems = [], []
+    for number, row in good:
+        text = _generate_problem(row, model.cfg.vocab_size)
+        prompt = tuple(_prompt_tokens(row, model)) if not text else ()
+        new = row.get("max_new_tokens", 256)
+        if not text and not prompt:
+            text = "the prompt has no tokens; give at least one"
+        if not text and len(prompt) + new > model.cfg.max_position:
+            text = (
+                f"{len(prompt)} prompt tokens + max_new_tokens={new} exceed the model's "
+                f"{model.cfg.max_position} positions; shorten one"
+            )
+        if text:
+            problems.append(Problem(number, text))
+            continue
+        rows = []
+        for sample in range(row.get("n", 1)):
+            key = row_key(row.get("seed", 0), row["id"], sample)
+            rows.append(
+                Row(
+                    id=f"{row['id']}\x1f{sample}",
+                    prompt=prompt,
+                    key=(int(key[0]), int(key[1])),
+                    max_new=new,
+                    stop_ids=tuple(row.get("stop_ids", model.tokens.stop_ids)),
+                    temperature=float(row.get("temperature", 1.0)),
+                    top_p=float(row.get("top_p", 1.0)),
+                )
+            )
+        planned.append((row, rows))
+    return planned, problems
+
+
+def generate(
+    config, model: Model, place: Placement, source: Path, target: Path, stage: Callable
+) -> list[Problem]:
+    """Sample every good line of `source` into `target`; returns the bad lines."""
+    good, problems = read_lines(source, GENERATE_FIELDS)
+    planned, more = _plan_rows(good, model)
+    problems = sorted(problems + more, key=lambda p: p.line)
+    rows = [row for _, group in planned for row in group]
+    with target.open("w") as file:
+        if not rows:
+            return problems
+        engine = Engine(
+            model.cfg,
+            slots=config.rollout.slots,
+            buckets=_buckets(max(len(r.prompt) + r.max_new for r in rows)),
+            max_new=max(r.max_new for r in rows),
+            chunk=config.rollout.chunk,
+            prefill_rows=config.rollout.prefill_rows,
+            dtype=jnp.dtype(config.model.dtype),
+            layout=place.decode,
+        )
+        engine.start(decode_weights(model.params, model.cfg, place, config.model.dtype))
+        engine.submit(rows)
+        waiting = iter([(row["id"], i, r) for row, group in planned for i, r in enumerate(group)])
+        done, head = {}, next(waiting)
+        while head is not None:
+            stage("generate", [head[0]])
+            done.update((c.row.id, c) for c in engine.step())
+            # Lines leave in input order as soon as those before them are finished.
+            while head is not None and head[2].id in done:
+                completion = done.pop(head[2].id)
+                result = {
+                    "id": head[0],
+                    "sample": head[1],
+                    "tokens": completion.tokens.tolist(),
+                    "logps": [float(x) for x in completion.logps],
+                    "text": model.tokens.decode(completion.tokens),
+                    "finish": completion.finish,
+                }
+                file.write(json.dumps(result) + "\n")
+                head = next(waiting, None)
+            file.flush()
+    return problems
+
+
+def _score_problem(row: dict, model: Model) -> str:
+    if not row.get("tokens"):
+        return "tokens is missing or empty; give at least one id"
+    if not 0 < row.get("temperature", 1.0) < math.inf:
+        return f"temperature={row['temperature']}: must be above 0"
+    if len(row["tokens"]) > model.cfg.max_position:
+        return (
+            f"{len(row['tokens'])} tokens exceed the model's {model.cfg.max_position} positions; "
+            "shorten the line"
+        )
+    return _token_problem("tokens", row["tokens"], model.cfg.vocab_size)
+
+
+def score(
+    config, model: Model, place: Placement, source: Path, target: Path, stage: Callable
+) -> list[Problem]:
+    """Log-probs of tokens[1:] of every good line of `source`; returns the bad lines."""
+    good, problems = read_lines(source, SCORE_FIELDS)
+    rows = []
+    for number, row in good:
+        if text := _score_problem(row, model):
+            problems.append(Problem(number, text))
+        else:
+            rows.append(row)
+    logps: dict[str, list[float]] = {}
+    for batch in _score_batches(rows, config.optim.micro_rows):
+        stage("score", [batch[0]["id"]])
+        logps.update(_score_batch(config, model, place, batch))
+    with target.open("w") as file:
+        for row in rows:
+            file.write(json.dumps({"id": row["id"], "logps": logps[row["id"]]}) + "\n")
+    return sorted(problems, key=lambda p: p.line)
+
+
+def _score_batches(rows: list[dict], size: int) -> Iterable[list[dict]]:
+    """Rows of one length bucket at a time, so that padding stays below one bucket step."""
+    ordered = sorted(rows, key=lambda row: (len(row["tokens"]), row["id"]))
+    buckets = _buckets(max((len(row["tokens"]) for row in rows), default=1))
+    for bucket in buckets:
+        members = [row for row in ordered if bucket_of(len(row["tokens"]), buckets) == bucket]
+        for first in range(0, len(members), size):
+            yield members[first : first + size]
+
+
+def _score_batch(config, model: Model, place: Placement, batch: list[dict]) -> dict:
+    length = _buckets(max(len(row["tokens"]) for row in batch))[-1]
+    tokens_bt = np.zeros((config.optim.micro_rows, length), np.int32)
+    temperature_b = np.ones(config.optim.micro_rows, np.float32)
+    for i, row in enumerate(batch):
+        tokens_bt[i, : len(row["tokens"])] = row["tokens"]
+        temperature_b[i] = row.get("temperature", 1.0)
+    logp_bt, _ = _token_logps(
+        model.params,
+        model.cfg,
+        tokens_bt,
+        temperature_b,
+        dtype=config.model.dtype,
+        layout=place.update,
+        chunk=config.optim.logit_chunk,
+    )
+    logp_bt = np.asarray(logp_bt)
+    return {
+        row["id"]: [float(x) for x in logp_bt[i, 1 : len(row["tokens"])]]
+        for i, row in enumerate(batch)
+    }
+
+
+_token_logps = jax.jit(token_logps, static_argnames=("cfg", "dtype", "layout", "chunk"))

@@ -1,0 +1,217 @@
+"""A training run: what lives from step to step, how it starts, reports and is saved."""
+
+import contextlib
+import dataclasses
+import resource
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from sage_jax import roles
+from sage_jax.config import ConfigError, flatten
+from sage_jax.core.checkpoint import Checkpoints
+from sage_jax.evaluate import first_of_each_domain
+from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
+from sage_jax.learn.update import TrainState, Update, init_state
+from sage_jax.methods.sage import Sage
+from sage_jax.report.episodes import EpisodeWriter
+from sage_jax.report.jsonl import cut
+from sage_jax.report.metrics import MetricsWriter
+from sage_jax.report.progress import Progress
+from sage_jax.rollout.engine import Engine
+from sage_jax.runtime import (
+    CompileCounter,
+    Model,
+    Placement,
+    decode_weights,
+    load_model,
+    make_engine,
+    make_verifier,
+    placement,
+)
+from sage_jax.tasks import sources
+from sage_jax.tasks.pool import Pool
+from sage_jax.tasks.task import DOMAINS, Task
+from sage_jax.verify import Verifier
+
+SHOWN = ("valid/accuracy", "solve_rate", "difficulty", "pool/size", "loss", "grad_norm")
+
+
+@dataclasses.dataclass
+class Run:
+    """Everything that lives from step to step; `host` is what a save at this moment would hold."""
+
+    config: object
+    model: Model
+    place: Placement
+    method: Sage
+    pool: Pool
+    valid: list[Task]
+    verifier: Verifier
+    engine: Engine
+    update: Update
+    state: TrainState
+    step: int
+    checkpoints: Checkpoints
+    metrics: MetricsWriter
+    episodes: EpisodeWriter
+    progress: Progress
+    compiles: CompileCounter
+    stop: Callable[[], bool]
+    host: dict = dataclasses.field(default_factory=dict)
+    skipped_in_a_row: int = 0
+    seconds: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
+
+    @contextlib.contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage of the step and name it to the heartbeat."""
+        self.progress.stage(name)
+        started = time.monotonic()
+        yield
+        self.seconds[name] += time.monotonic() - started
+
+    def notice(self, name: str, ids: list[str]) -> None:
+        """Tell the heartbeat what runs and which ids it waits for."""
+        self.progress.stage(name, lambda: ids)
+
+    def load_engine(self) -> None:
+        """Cast and reshard the present weights for decoding, once."""
+        dtype = self.config.model.dtype
+        self.engine.start(decode_weights(self.state.params, self.model.cfg, self.place, dtype))
+
+    def host_state(self) -> dict:
+        return {"step": self.step, "pool": self.pool.to_json(), "config": flatten(self.config)}
+
+
+def update_settings(config) -> UpdateSettings:
+    """The update's part of the config."""
+    o = config.optim
+    names = {f.name for f in dataclasses.fields(UpdateSettings)} - {"role_weights"}
+    return UpdateSettings(
+        **{name: value for name, value in o.items() if name in names},
+        role_weights=dict(o.role_weights),
+        chunk=o.logit_chunk,
+        remat=config.model.remat,
+        dtype=config.model.dtype,
+    )
+
+
+def load_tasks(config) -> tuple[list[Task], list[Task]]:
+    """Seeds and validation tasks. ConfigError when a step asks for more than there is."""
+    seeds = sources.load(config.tasks.seeds)
+    valid = sources.load([config.valid.path])
+    present = {domain: sum(t.domain == domain for t in seeds) for domain in DOMAINS}
+    if config.method.drawn > len(seeds):
+        raise ConfigError(
+            f"method.drawn={config.method.drawn}: tasks.seeds holds only {len(seeds)} problems; "
+            "lower it or add seeds"
+        )
+    for domain, share in (("math", config.tasks.math_share), ("code", 1 - config.tasks.math_share)):
+        if share > 0 and not present[domain]:
+            raise ConfigError(
+                f"tasks.math_share={config.tasks.math_share}: tasks.seeds holds no {domain} "
+                "problem; add some, or set the share to leave that domain out"
+            )
+    return seeds, first_of_each_domain(valid, config.valid.limit)
+
+
+@contextlib.contextmanager
+def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
+    """Build a run in `workdir`, continuing from its newest checkpoint when there is one."""
+    seeds, valid = load_tasks(config)
+    prompts = roles.load_prompts(config.method.prompts)
+    method = Sage(config, prompts)
+    place = placement(config)
+    checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+    done = checkpoints.latest or 0
+    with contextlib.ExitStack() as stack:
+        stack.callback(checkpoints.close)
+        progress = stack.enter_context(
+            Progress(
+                config.train.steps,
+                done,
+                quiet=config.report.quiet,
+                heartbeat=config.report.heartbeat,
+            )
+        )
+        verifier = stack.enter_context(make_verifier(config, "reward"))
+        progress.stage(f"loading {config.model.path}")
+        model = load_model(config, place)
+        settings = update_settings(config)
+        tx = make_optimizer(settings, max(config.train.steps, 1))
+        state = init_state(model.params, tx, reference=config.optim.kl_coef > 0)
+        pool = make_pool(config, seeds, valid)
+        host: dict = {}
+        if checkpoints.latest is not None:
+            progress.stage(f"restoring step {done}")
+            arrays, host = checkpoints.restore(done, _trees(state))
+            state = dataclasses.replace(state, **arrays["rest"], params=arrays["params"])
+            pool = Pool.from_json(host["pool"], valid)
+        model.params = state.params
+        for name in ("metrics.jsonl", "episodes.jsonl"):
+            cut(workdir / name, done if host else -1)
+        run = Run(
+            config=config,
+            model=model,
+            place=place,
+            method=method,
+            pool=pool,
+            valid=valid,
+            verifier=verifier,
+            engine=make_engine(config, model.cfg, place, notice=progress.stage),
+            update=Update(model.cfg, settings, roles.ROLES, tx, state, place.update),
+            state=state,
+            step=done,
+            checkpoints=checkpoints,
+            metrics=stack.enter_context(MetricsWriter(workdir / "metrics.jsonl")),
+            episodes=stack.enter_context(EpisodeWriter(workdir / "episodes.jsonl")),
+            progress=progress,
+            compiles=CompileCounter(),
+            stop=stop,
+            host=host,
+        )
+        yield run
+
+
+def make_pool(config, seeds: list[Task], valid: list[Task]) -> Pool:
+    p = config.pool
+    return Pool(
+        seeds,
+        valid,
+        capacity=p.capacity + len(seeds),
+        seed_share=p.seed_share,
+        half_life=p.half_life,
+        dedup_threshold=p.dedup,
+    )
+
+
+def report(run: Run, figures: dict) -> None:
+    """One row of metrics.jsonl and one progress line."""
+    engine, seconds = run.engine, run.seconds
+    row = {"step": run.step, **figures}
+    row |= {f"time/{name}": value for name, value in seconds.items()}
+    row["memory/rss_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    row["compiles"] = run.compiles.count
+    row["live_slots"] = engine.live_steps / engine.slot_steps if engine.slot_steps else None
+    engine.live_steps = engine.slot_steps = 0
+    if figures.get("tokens/generated") and seconds["rollout"] > 0:
+        row["rates/tokens_per_s"] = figures["tokens/generated"] / seconds["rollout"]
+    run.metrics.write(row)
+    run.progress.step(run.step, {k: row[k] for k in SHOWN if row.get(k) is not None})
+
+
+def save(run: Run, accuracy: float | None) -> None:
+    """Write the state of the last finished step, once."""
+    if run.checkpoints.latest == run.step:
+        return
+    run.progress.stage("checkpoint")
+    run.metrics.sync()
+    run.episodes.sync()
+    run.checkpoints.save(run.step, _trees(run.state), run.host or run.host_state(), accuracy)
+
+
+def _trees(state: TrainState) -> dict:
+    """The saved parts of a state. The KL reference is the starting model: loaded, not saved."""
+    rest = {"opt_state": state.opt_state, "step": state.step, "skipped": state.skipped}
+    return {"params": state.params, "rest": rest}

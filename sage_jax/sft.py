@@ -1,0 +1,258 @@
+"""Supervised fine-tuning on responses: how the tiny model is made, and a warm start for others.
+
+The loss is the mean negative log-probability of response tokens, the end of turn included, over
+the whole batch. Rows come from scripted demonstrations of the tiny world or from a JSONL file.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sage_jax.core.checkpoint import Checkpoints
+from sage_jax.core.masked import masked_sum
+from sage_jax.core.tokens import Tokens
+from sage_jax.learn.pack import MicroBatch, TrainRow, pack
+from sage_jax.learn.score import token_logps
+from sage_jax.models import hf, qwen
+from sage_jax.models.qwen_config import QwenConfig
+from sage_jax.roles import PromptSet, load_prompts
+from sage_jax.tasks.task import PublicTask
+from sage_jax.tasks.tiny_demos import Demo, demonstrations
+
+TINY_WORLD = "tiny_world"
+
+
+@dataclass(frozen=True)
+class SftSettings:
+    """One supervised run. `length`: longest row in tokens, prompt included; longer rows are left
+    out. `from_scratch`: random weights in place of those of `model_path`."""
+
+    model_path: str
+    data: str = TINY_WORLD
+    steps: int = 3000
+    batch: int = 128
+    micro_rows: int = 32
+    length: int = 128
+    lr: float = 3e-3
+    warmup_steps: int = 100
+    weight_decay: float = 0.01
+    clip_norm: float = 1.0
+    seed: int = 0
+    prompts: str = "short"
+    from_scratch: bool = False
+    dtype: str = "float32"
+    remat: str = "none"
+    checkpoint_every: int = 500
+    log_every: int = 50
+
+
+class Example(NamedTuple):
+    """A rendered prompt and the response to it, in token ids; the response ends its turn."""
+
+    prompt: list[int]
+    response: list[int]
+
+
+class State(NamedTuple):
+    params: Any
+    opt_state: Any
+
+
+def sft(
+    settings: SftSettings, workdir: Path, should_stop: Callable[[], bool] = lambda: False
+) -> Path | None:
+    """Trains for `steps` updates and exports a Hugging Face folder `workdir/model`; returns it.
+
+    Continues from the last checkpoint in `workdir`. When `should_stop` says so it saves and
+    returns None.
+    """
+    tokens = Tokens.load(settings.model_path)
+    params, cfg = _start(settings)
+    tx = make_optimizer(settings)
+    state = State(params, tx.init(params))
+    accumulate, finish = make_programs(settings, cfg, tx)
+    checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
+    done = checkpoints.latest or 0
+    if done:
+        restored, _ = checkpoints.restore(done, {"state": state})
+        state = State(*restored["state"])
+    examples = islice(stream(settings, tokens), done * settings.batch, None)
+    started, counted = time.monotonic(), 0
+    for step in range(done + 1, settings.steps + 1):
+        micros, count = _batch(list(islice(examples, settings.batch)), settings)
+        acc = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params))
+        for micro in micros:
+            acc = accumulate(state.params, acc, micro, count)
+        state, loss, norm = finish(state, acc)
+        counted += count
+        last = step == settings.steps
+        if step % settings.log_every == 0 or last:
+            logging.info(
+                "sft step %d/%d  loss %.4f  grad_norm %.3f  response tokens/s %.0f",
+                *(step, settings.steps, loss, norm, counted / (time.monotonic() - started)),
+            )
+        stopping = should_stop()
+        if step % settings.checkpoint_every == 0 or last or stopping:
+            checkpoints.save(step, {"state": state}, {}, None)
+        if stopping and not last:
+            checkpoints.close()
+            return None
+    checkpoints.close()
+    return _export(state.params, cfg, workdir / "model", settings.model_path)
+
+
+def _start(settings: SftSettings) -> tuple[Any, QwenConfig]:
+    if not settings.from_scratch:
+        return hf.load(settings.model_path)
+    config = json.loads((Path(settings.model_path) / "config.json").read_text())
+    cfg = QwenConfig.from_hf(config)
+    return qwen.init(cfg, jax.random.key(settings.seed)), cfg
+
+
+def _export(params: Any, cfg: QwenConfig, out: Path, source: str) -> Path:
+    for old in out.glob("*.safetensors*"):
+        old.unlink()  # of an earlier, shorter run in the same place
+    return hf.export(params, cfg, out, source)
+
+
+# ---- data --------------------------------------------------------------------------------------
+
+
+def stream(settings: SftSettings, tokens: Tokens) -> Iterator[Example]:
+    """Endless examples of at most `length` tokens, a pure function of data and seed.
+
+    ValueError when a file holds a bad line (all of them listed) or no row that fits.
+    """
+    if settings.data == TINY_WORLD:
+        prompts, end = load_prompts(settings.prompts), end_of_turn(tokens)
+        examples = (
+            encode(demo_messages(demo, prompts), demo.response, tokens, end)
+            for demo in demonstrations(settings.seed)
+        )
+    else:
+        examples = _shuffled(_read(Path(settings.data), settings, tokens), Random(settings.seed))
+    for example in examples:
+        if len(example.prompt) + len(example.response) <= settings.length:
+            yield example
+
+
+def demo_messages(demo: Demo, prompts: PromptSet) -> list[dict[str, str]]:
+    """Chat messages of a demonstration, from the prompt set that training uses."""
+    kind = demo.role
+    if demo.role == "critic":
+        kind = "critic_plan" if demo.plan else "critic_question"
+    entry_point = "f" if demo.domain == "code" else ""
+    task = PublicTask("demo", demo.domain, demo.question, entry_point)
+    return prompts.messages(kind, task, plan=demo.plan or "")
+
+
+def encode(messages: list[dict[str, str]], response: str, tokens: Tokens, end: int) -> Example:
+    return Example(tokens.chat(messages), [*tokens.encode(response), end])
+
+
+def end_of_turn(tokens: Tokens) -> int:
+    """The stop id that the chat template puts behind an assistant's message."""
+    turn = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a"}]
+    stops = [token for token in tokens.chat(turn) if token in tokens.stop_ids]
+    return stops[-1] if stops else tokens.stop_ids[0]
+
+
+def _read(path: Path, settings: SftSettings, tokens: Tokens) -> list[Example]:
+    """Rows of a JSONL file of `messages` (chat, up to the response) and `response`."""
+    if not path.is_file():
+        raise ValueError(f"sft.data={settings.data!r} is neither {TINY_WORLD!r} nor a JSONL file")
+    end, examples, problems = end_of_turn(tokens), [], []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        try:
+            row = json.loads(line)
+            examples.append(encode(row["messages"], row["response"], tokens, end))
+        except (ValueError, KeyError, TypeError) as error:
+            problems.append(f"{path}:{number}: needs messages and response ({error!r})")
+    if problems:
+        raise ValueError("\n".join(problems))
+    fitting = [e for e in examples if len(e.prompt) + len(e.response) <= settings.length]
+    if not fitting:
+        raise ValueError(f"{path}: no row fits sft.length={settings.length} tokens; raise it")
+    return fitting
+
+
+def _shuffled(examples: list[Example], rng: Random) -> Iterator[Example]:
+    while True:
+        rng.shuffle(examples)
+        yield from examples
+
+
+def _batch(examples: list[Example], settings: SftSettings) -> tuple[list[MicroBatch], float]:
+    """Micro-batches of few shapes, and the number of response tokens in all of them."""
+    rows = [
+        TrainRow(str(i), "sft", e.prompt, e.response, [0.0] * len(e.response), 1.0)
+        for i, e in enumerate(examples)
+    ]
+    step = max(8, settings.length // 8)
+    buckets = sorted({*range(step, settings.length, step), settings.length})
+    packed = pack(rows, ("sft",), buckets, settings.micro_rows)
+    return packed.micros, float(packed.role_tokens[0])
+
+
+# ---- update ------------------------------------------------------------------------------------
+
+
+def make_optimizer(settings: SftSettings) -> optax.GradientTransformation:
+    """AdamW with linear warm-up and a cosine down to a tenth of the peak, norm clipped."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0,
+        settings.lr,
+        settings.warmup_steps,
+        max(settings.steps, settings.warmup_steps + 1),
+        end_value=settings.lr / 10,
+    )
+    return optax.chain(
+        optax.clip_by_global_norm(settings.clip_norm),
+        optax.adamw(schedule, b2=0.98, weight_decay=settings.weight_decay),
+    )
+
+
+def make_programs(settings: SftSettings, cfg: QwenConfig, tx: optax.GradientTransformation):
+    """Two jitted functions: accumulate(params, acc, micro, count) -> acc, and
+    finish(state, acc) -> (state, loss, gradient norm); they donate acc and state."""
+    dtype = jnp.dtype(settings.dtype)
+
+    def loss(params, micro: MicroBatch, count):
+        logp_bt, _ = token_logps(
+            params,
+            cfg,
+            micro.tokens_bt,
+            micro.temperature_b,
+            dtype=dtype,
+            remat=settings.remat,
+            chunk=1024,
+        )
+        position_1t = jnp.arange(micro.tokens_bt.shape[1])[None]
+        mask_bt = (position_1t >= micro.prompt_length_b[:, None]) & (
+            position_1t < micro.length_b[:, None]
+        )
+        return -masked_sum(logp_bt, mask_bt) / count
+
+    @partial(jax.jit, donate_argnums=1)
+    def accumulate(params, acc, micro: MicroBatch, count):
+        return jax.tree.map(jnp.add, acc, jax.value_and_grad(loss)(params, micro, count))
+
+    @partial(jax.jit, donate_argnums=(0, 1))
+    def finish(state: State, acc):
+        total, grads = acc
+        updates, opt_state = tx.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        return State(params, opt_state), total, optax.global_norm(grads)
+
+    return accumulate, finish

@@ -1,0 +1,70 @@
+"""The start-up table: what will run, on what, and about how much memory it takes."""
+
+import importlib.metadata
+import platform
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from sage_jax.config import ROLES
+from sage_jax.run import Run
+
+PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "transformers", "sympy", "numpy")
+
+
+def versions() -> str:
+    """Python and package versions in one line."""
+    found = [f"{name} {importlib.metadata.version(name)}" for name in PACKAGES]
+    return ", ".join([f"python {platform.python_version()}", *found])
+
+
+def estimated_memory(run: Run) -> dict[str, float]:
+    """GiB over all devices by part: weights, gradient, optimizer, rollout copy and cache."""
+    c, cfg = run.config, run.model.cfg
+    count = sum(x.size for x in jax.tree.leaves(run.state.params))
+    width = np.dtype(c.model.dtype).itemsize if c.model.dtype == "float32" else 2
+    copy = 0 if c.model.dtype == "float32" and run.place.decode is None else count * width
+    cache = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * width
+    cache *= c.rollout.slots * c.rollout.buckets[-1]
+    optimizer = sum(x.nbytes for x in jax.tree.leaves(run.state.opt_state))
+    parts = {
+        "weights": 4 * count,
+        "gradient": 2 * 4 * count,
+        "optimizer": optimizer,
+        "rollout copy": copy,
+        "cache": cache,
+    }
+    return {name: size / 2**30 for name, size in parts.items()}
+
+
+def table(run: Run, workdir: Path) -> str:
+    """The table as text, one fact a line."""
+    c, rows = run.config, run.method.rows_per_step()
+    params = sum(x.size for x in jax.tree.leaves(run.state.params))
+    memory = estimated_memory(run)
+    budget = sum(rows[role] * c.rollout.max_new[role] for role in ROLES)
+    mesh = " x ".join(f"{axis} {size}" for axis, size in run.place.shape.items())
+    lr = [run.learning_rate(int(c.train.steps * share)) for share in (0, 0.1, 0.5, 1)]
+    lines = {
+        "run": f"{workdir}, step {run.step} of {c.train.steps}",
+        "model": f"{c.model.path}: {run.model.cfg.model_type}, {params / 1e6:.2f} M parameters",
+        "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}, mesh {mesh}",
+        "memory": f"about {sum(memory.values()):.2f} GiB ("
+        + ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
+        + ") and activations",
+        "rows a step": ", ".join(f"{role} {rows[role]}" for role in ROLES)
+        + f", at most {sum(rows.values())}",
+        "tokens a step": f"at most {budget} new ones",
+        "trained roles": ", ".join(c.method.train_roles),
+        "rewards": f"{c.method.rewards}, advantages {c.method.advantage}",
+        "learning rate": " ".join(f"{x:.2g}" for x in lr) + " at 0, 10, 50, 100 % of the steps",
+        "stop ids": ", ".join(map(str, run.model.tokens.stop_ids)),
+        "prompts": f"{c.method.prompts} ({run.method.prompts.digest})",
+        "tasks": f"{len(run.pool.seeds)} seeds, {len(run.pool.admitted)} admitted, "
+        f"{len(run.valid)} for validation"
+        + (f", {len(run.pool.refused_seeds)} seeds refused" if run.pool.refused_seeds else ""),
+        "sandbox": run.verifier.isolation,
+        "versions": versions(),
+    }
+    return "\n".join(f"{name:>14}  {text}" for name, text in lines.items())

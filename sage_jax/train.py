@@ -1,0 +1,142 @@
+"""The loop: draw, play, reward, normalise, update, admit, report, evaluate, save."""
+
+import time
+
+from sage_jax.evaluate import Evaluator
+from sage_jax.learn.pack import Packed
+from sage_jax.learn.update import host_metrics
+from sage_jax.methods.credit import assign_advantages, training_batches
+from sage_jax.methods.graph import Cancelled, Episode, Player, Sample, play
+from sage_jax.methods.measure import all_samples, episode_row, error_share, rollout_figures
+from sage_jax.run import Run, report, save
+
+
+class RunFailure(RuntimeError):
+    """Training cannot go on; the message says why and what to change."""
+
+
+def train(run: Run) -> None:
+    """Train until train.steps. Raises Cancelled, after saving, when a stop was asked for."""
+    if run.step == 0 and not run.host:
+        with run.stage("validate"):
+            figures = validate(run)
+        report(run, figures)
+    try:
+        while run.step < run.config.train.steps:
+            one_step(run)
+    except Cancelled:
+        # Parameters and pool are those of the last finished step: nothing half-done is saved.
+        save(run, None)
+        raise
+
+
+def one_step(run: Run) -> None:
+    """One update: the four roles play, verifiers judge, the shared weights move."""
+    config, step = run.config, run.step + 1
+    run.seconds.clear()
+    started = time.monotonic()
+    episodes = rollout(run, step)
+    run.method.reward(episodes)
+    samples = all_samples(episodes)
+    check_verdicts(samples, config)
+    figures = rollout_figures(episodes, config.method) | assign_advantages(samples, config)
+    batches = training_batches(samples, config)
+    with run.stage("update"):
+        figures |= update(run, batches)
+    figures |= absorb(run, episodes, step)
+    run.step = step
+    run.host = run.host_state()
+    last = step == config.train.steps
+    if last or (config.valid.every and step % config.valid.every == 0):
+        with run.stage("validate"):
+            figures |= validate(run)
+    run.seconds["total"] = time.monotonic() - started
+    for sample in samples:
+        run.episodes.write(episode_row(step, sample, run.model.tokens.decode(sample.prompt)))
+    report(run, figures)
+    if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+        save(run, figures.get("valid/accuracy"))
+
+
+def rollout(run: Run, step: int) -> list[Episode]:
+    """All roles' rows of one step, sampled and judged."""
+    with run.stage("rollout"):
+        run.load_engine()
+        episodes = run.method.episodes(run.pool, step)
+        player = Player(run.config, run.model.tokens, step, run.config.rollout.temperature)
+        clock = play(
+            run.engine, run.verifier, episodes, player, stage=run.notice, stop=run.stop
+        )
+    run.seconds["verify"] = clock.verify
+    run.seconds["rollout"] -= clock.verify
+    return episodes
+
+
+def check_verdicts(samples: list[Sample], config) -> None:
+    """Stop when the machinery, not the responses, decides the verdicts."""
+    share, limit = error_share(samples), config.sandbox.max_error_share
+    if share > limit:
+        reasons = sorted({s.verdict.reason for s in samples if s.verdict and s.verdict.masked})
+        raise RunFailure(
+            f"{share:.0%} of the verdicts were lost to {', '.join(reasons)}, more than "
+            f"sandbox.max_error_share={limit:.0%}: mend the cause or raise the limit"
+        )
+
+
+def update(run: Run, batches: list[Packed]) -> dict[str, float]:
+    """epochs x minibatches optimizer steps on one rollout; figures of the last one."""
+    if not batches:
+        return {"tokens/trained": 0}
+    if run.config.optim.epochs * len(batches) > 1:
+        # The policy moves between these updates: ratios are taken against its start.
+        batches = [_with_old_logps(run, packed) for packed in batches]
+    for _ in range(run.config.optim.epochs):
+        for packed in batches:
+            before = int(run.state.skipped)
+            run.state, metrics = run.update.step(run.state, packed)
+            _check_finite(run, packed, before)
+    slots = sum(micro.tokens_bt.size for packed in batches for micro in packed.micros)
+    padding = sum(
+        packed.padding_share * sum(micro.tokens_bt.size for micro in packed.micros)
+        for packed in batches
+    )
+    trained = sum(int(packed.role_tokens.sum()) for packed in batches)
+    return host_metrics(metrics) | {"tokens/trained": trained, "padding/update": padding / slots}
+
+
+def _with_old_logps(run: Run, packed: Packed) -> Packed:
+    micros = [
+        micro._replace(old_logp_bt=run.update.old_logps(run.state, run.update.place(micro)))
+        for micro in packed.micros
+    ]
+    return packed._replace(micros=micros)
+
+
+def _check_finite(run: Run, packed: Packed, before: int) -> None:
+    """Stop after optim.max_skipped non-finite updates in a row, naming rows and tensors."""
+    skipped = int(run.state.skipped) > before
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if skipped else 0
+    if run.skipped_in_a_row >= run.config.optim.max_skipped:
+        raise RunFailure(
+            f"{run.skipped_in_a_row} updates in a row were not finite "
+            f"({run.update.explain_skip(run.state, packed)}); lower optim.lr or look at the rows"
+        )
+
+
+def absorb(run: Run, episodes: list[Episode], step: int) -> dict[str, float]:
+    """Record verdicts on drawn tasks, admit proposals; returns the pool's figures."""
+    for episode in episodes:
+        verdicts = [s.verdict for s in episode.samples.get("solve", ())]
+        run.pool.record(episode.task.id, verdicts)
+    outcomes = run.method.admit(run.pool, episodes)
+    names = {"admitted": "admitted", "duplicates": "duplicate", "invalid": "invalid"}
+    names["contaminated"] = "contaminated"
+    figures = {f"pool/{name}": outcomes.get(key, 0) for name, key in names.items()}
+    return figures | run.pool.metrics(step)
+
+
+def validate(run: Run) -> dict[str, float | None]:
+    """Held-out figures at the present weights."""
+    run.load_engine()
+    evaluator = Evaluator(run.config, run.engine, run.verifier, run.model.tokens, run.method)
+    return evaluator.figures(run.valid, stage=run.notice, stop=run.stop)

@@ -1,0 +1,110 @@
+"""The config: locked, complete, and wrong in one go."""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+
+from sage_jax import config as schema
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
+
+
+def load(path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def changed(**fields):
+    nested = schema.base().to_dict()
+    for name, value in fields.items():
+        *groups, leaf = name.split("__")
+        node = nested
+        for group in groups:
+            node = node[group]
+        node[leaf] = value
+    return nested
+
+
+def problems(**fields):
+    with pytest.raises(schema.ConfigError) as error:
+        schema.validate(changed(**fields))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_every_config_file_is_valid_and_says_how_to_run_it(path):
+    module = load(path)
+    schema.validate(module.get_config())
+    doc = module.__doc__
+    assert f"--config=configs/{path.name}" in doc and "Hardware:" in doc
+
+
+def test_there_are_under_100_fields_each_with_unit_and_meaning():
+    assert len(schema.SCHEMA) < 100
+    for name, field in schema.SCHEMA.items():
+        assert field.unit and field.help, name
+        if type(field.default) in (int, float):
+            assert field.low > -schema.INF or field.choices, f"{name} has no range"
+
+
+def test_a_mistyped_field_in_a_file_is_refused_with_the_nearest_name():
+    with pytest.raises(AttributeError, match="learning_rate|lr"):
+        schema.base().optim.lrr = 1.0
+    assert "did you mean optim.lr?" in problems(optim__lrr=1.0)
+
+
+def test_all_problems_are_reported_at_once():
+    text = problems(optim__lr=-1.0, model__dtype="float16", valid__every="ten", mesh__data=0)
+    for part in ("optim.lr=-1.0", "model.dtype='float16'", "valid.every='ten'"):
+        assert part in text
+    assert "[0, 1]" in text and "float32, bfloat16" in text and "expected int" in text
+
+
+@pytest.mark.parametrize(
+    ("fields", "part"),
+    [
+        ({"rollout__buckets": (256, 128)}, "rollout.buckets"),
+        ({"rollout__buckets": ()}, "rollout.buckets"),
+        ({"optim__buckets": (64,)}, "optim.buckets"),
+        ({"method__train_roles": ("solvr",)}, "solvr"),
+        ({"method__train_roles": ()}, "at least one role"),
+        ({"method__candidates": 0, "method__drawn": 0}, "without rows"),
+        ({"method__solver_weights": (0.5, 0.5)}, "3 numbers"),
+        ({"method__planner_weights": (0.5, -0.5)}, "2 numbers"),
+        ({"optim__warmup_steps": 300}, "never be reached"),
+        ({"optim__schedule": "cosine", "train__steps": 0}, "optim.schedule"),
+        ({"mesh__data": 0}, "mesh.data"),
+        ({"tasks__seeds": ()}, "tasks.seeds"),
+        ({"seed": True}, "expected int"),
+        ({"seed": None}, "expected int"),
+    ],
+)
+def test_fields_that_do_not_fit_together_name_a_remedy(fields, part):
+    assert part in problems(**fields)
+
+
+def test_whole_numbers_serve_as_floats_but_not_the_reverse():
+    schema.validate(changed(optim__lr=0))
+    assert "expected int" in problems(train__steps=1.5)
+
+
+def test_lists_on_the_command_line_are_comma_separated():
+    parse = schema._ListParser().parse
+    assert parse("a.jsonl,b.jsonl") == ("a.jsonl", "b.jsonl")
+    assert parse("256,512") == (256, 512)
+    assert parse("('a', 'b')") == ("a", "b")
+    assert parse("one") == ("one",) and parse("") == ()
+
+
+def test_the_dump_says_where_every_value_comes_from(tmp_path):
+    c = changed(train__steps=7, optim__lr=1e-4)
+    schema.dump(c, {"optim.lr": 1e-4}, tmp_path / "config.json")
+    rows = json.loads((tmp_path / "config.json").read_text())
+    assert rows["train.steps"] == {"value": 7, "source": "file"}
+    assert rows["optim.lr"] == {"value": 1e-4, "source": "command line"}
+    assert rows["seed"] == {"value": 0, "source": "default"}
+    assert rows.keys() == schema.SCHEMA.keys()

@@ -1,0 +1,193 @@
+"""The rollout engine: same rows, same tokens, whatever runs beside them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sage_jax.core.logprob import log_prob
+from sage_jax.core.rng import row_key
+from sage_jax.models import qwen
+from sage_jax.rollout import decode
+from sage_jax.rollout.engine import Engine, Row
+
+CFG = qwen.QwenConfig(
+    model_type="qwen3",
+    vocab_size=97,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    rope_theta=1e4,
+    rms_norm_eps=1e-6,
+    tie_embeddings=True,
+    attention_bias=False,
+    qk_norm=True,
+    max_position=128,
+)
+BUCKETS = (16, 32, 64)
+
+
+@pytest.fixture(scope="module")
+def params():
+    # Above the usual scale: a flat distribution would hide a wrong temperature.
+    return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, qwen.init(CFG, jax.random.key(0)))
+
+
+def engine(params, slots=4, chunk=5, prefill_rows=2, buckets=BUCKETS):
+    made = Engine(
+        CFG, slots=slots, buckets=buckets, max_new=24, chunk=chunk, prefill_rows=prefill_rows
+    )
+    made.start(params)
+    return made
+
+
+def rows(count, **changes):
+    made = []
+    for i in range(count):
+        prompt = tuple(int(t) for t in np.random.default_rng(i).integers(1, 97, 3 + i % 11))
+        facts = {"max_new": 4 + (7 * i) % 21, "temperature": (1.0, 0.7, 1.3, 0.0)[i % 4]}
+        facts |= changes
+        key = row_key(0, 1, i)
+        made.append(Row(f"r{i}", prompt, (int(key[0]), int(key[1])), stop_ids=(5, 6), **facts))
+    return made
+
+
+def test_a_row_alone_or_in_any_company_gives_the_same_tokens(params):
+    want = {}
+    for row in rows(12):
+        want |= engine(params, slots=1, prefill_rows=1).generate([row])
+    for slots, chunk, prefill_rows, order in ((4, 5, 2, 1), (12, 64, 12, 1), (3, 1, 1, -1)):
+        got = engine(params, slots, chunk, prefill_rows).generate(rows(12)[::order])
+        assert got.keys() == want.keys()
+        for name, completion in got.items():
+            np.testing.assert_array_equal(completion.tokens, want[name].tokens, name)
+            np.testing.assert_allclose(completion.logps, want[name].logps, atol=1e-5)
+            assert completion.finish == want[name].finish
+
+
+def test_rows_of_one_prompt_draw_independently(params):
+    prompt = (1, 2, 3)
+    many = [
+        Row(f"s{i}", prompt, tuple(map(int, row_key(0, i))), 8, (), 2.0) for i in range(8)
+    ]
+    done = engine(params, slots=8, prefill_rows=1).generate(many)
+    assert len({tuple(c.tokens) for c in done.values()}) == 8
+
+
+def test_sampler_log_probs_are_those_of_a_full_forward_pass(params):
+    done = engine(params).generate(rows(8))
+    for completion in done.values():
+        row, tokens = completion.row, completion.tokens
+        full = jnp.asarray([*row.prompt, *tokens])[None]
+        logits = qwen.head_logits(params, CFG, qwen.forward(params, CFG, full))[0]
+        start = len(row.prompt) - 1
+        want = log_prob(
+            logits[start:-1], jnp.asarray(tokens), jnp.full(len(tokens), row.temperature)
+        )
+        np.testing.assert_allclose(completion.logps, want, atol=1e-5)
+        if row.temperature == 0:
+            np.testing.assert_array_equal(tokens, jnp.argmax(logits[start:-1], -1))
+
+
+def test_top_p_cuts_the_tail_but_not_the_log_prob(params):
+    plain = engine(params).generate(rows(8, temperature=1.0, max_new=20))
+    cut = engine(params).generate(rows(8, temperature=1.0, max_new=20, top_p=1e-6))
+    greedy = engine(params).generate(rows(8, temperature=0.0, max_new=20))
+    assert any(not np.array_equal(plain[n].tokens, cut[n].tokens) for n in plain)
+    for name in cut:
+        np.testing.assert_array_equal(cut[name].tokens, greedy[name].tokens)
+        np.testing.assert_allclose(cut[name].logps, greedy[name].logps, atol=1e-5)
+
+
+def test_stop_token_ends_a_row_and_is_kept_once(params):
+    free = engine(params).generate(rows(8, max_new=20, temperature=1.0))
+    for row in rows(8, max_new=20, temperature=1.0):
+        tokens = free[row.id].tokens
+        stop = int(tokens[min(3, len(tokens) - 1)])
+        want = tokens[: list(tokens).index(stop) + 1]
+        stopping = Row(row.id, row.prompt, row.key, row.max_new, (96, stop), 1.0)
+        got = engine(params).generate([stopping])[row.id]
+        np.testing.assert_array_equal(got.tokens, want)
+        assert got.finish == "stop"
+
+
+@pytest.mark.parametrize("budget", [1, 2, 24])
+def test_budget_is_spent_exactly(params, budget):
+    row = Row("r", (1, 2, 3), (1, 2), budget, (), 1.0)
+    done = engine(params).generate([row])["r"]
+    assert len(done.tokens) == len(done.logps) == budget and done.finish == "length"
+
+
+def test_prompt_and_budget_may_fill_the_cache_to_the_last_position(params):
+    row = Row("r", tuple(range(1, 41)), (1, 2), 24, (), 1.0)
+    assert len(engine(params).generate([row])["r"].tokens) == 24
+
+
+@pytest.mark.parametrize(
+    ("row", "field"),
+    [
+        (Row("r", (), (1, 2), 4, ()), "prompt is empty"),
+        (Row("r", (1,) * 50, (1, 2), 24, ()), "rollout.buckets"),
+        (Row("r", (1,), (1, 2), 25, ()), "max_new=25"),
+        (Row("r", (1,), (1, 2), 0, ()), "max_new=0"),
+        (Row("r", (97,), (1, 2), 4, ()), "token 97"),
+        (Row("r", (1,), (1, 2), 4, tuple(range(17))), "17 stop ids"),
+    ],
+)
+def test_a_row_that_cannot_run_is_refused_by_name(params, row, field):
+    with pytest.raises(ValueError, match="row r.*") as error:
+        engine(params).submit([row])
+    assert field in str(error.value)
+
+
+def test_rows_submitted_while_others_run_fill_freed_slots(params):
+    made = engine(params, slots=2, chunk=2)
+    first, later = rows(12)[:6], rows(12)[6:]
+    made.submit(first)
+    done = {c.row.id: c for c in made.step()}
+    made.submit(later)
+    while made.busy:
+        done.update((c.row.id, c) for c in made.step())
+    want = engine(params).generate(rows(12))
+    assert done.keys() == want.keys()
+    for name in want:
+        np.testing.assert_array_equal(done[name].tokens, want[name].tokens)
+
+
+def test_compiled_programs_stay_within_the_declared_buckets():
+    made = Engine(CFG, slots=5, buckets=BUCKETS, max_new=24, chunk=3, prefill_rows=3)
+    made.start(qwen.init(CFG, jax.random.key(1)))
+    counts = lambda: [f._cache_size() for f in (decode.prefill, decode.insert, decode.decode)]  # noqa: E731
+    before = counts()
+    for i in range(1, 40):
+        key = row_key(i)
+        made.generate([Row(f"x{i}", (1,) * i, (int(key[0]), int(key[1])), 1 + i % 24, ())])
+    grown = [after - start for after, start in zip(counts(), before, strict=True)]
+    assert sum(grown) <= 3 * len(BUCKETS) and made.shapes
+    assert len(made.shapes) == sum(grown)
+
+
+def test_transfers_per_step_are_counted_and_bounded(params):
+    made = engine(params, slots=4, prefill_rows=4)
+    made.submit(rows(4, max_new=20, temperature=1.0))
+    before = made.transfers
+    made.step()
+    assert made.transfers - before <= 3
+    before = made.transfers
+    made.step()
+    assert made.transfers - before <= 2
+
+
+def test_decode_keeps_its_temporaries_under_one_layers_cache(params):
+    cfg = qwen.QwenConfig(**{**CFG.__dict__, "num_layers": 8})
+    slots = jax.eval_shape(lambda: decode.empty_slots(cfg, 64, 512, 16, jnp.float32, None))
+    shapes = jax.eval_shape(lambda: qwen.init(cfg, jax.random.key(0)))
+    static = {"cfg": cfg, "steps": 4, "read_length": 512, "dtype": jnp.float32, "layout": None}
+    compiled = decode.decode.lower(shapes, slots, **static).compile()
+    whole = sum(x.size * 4 for x in slots.cache.values())
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= whole, "the cache was not donated"
+    assert memory.temp_size_in_bytes < whole / cfg.num_layers * 1.6

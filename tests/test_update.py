@@ -1,0 +1,499 @@
+import re
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sage_jax.core.mesh import UPDATE_RULES, Layout, make_mesh
+from sage_jax.learn.optimizer import UpdateSettings, make_optimizer, make_schedule
+from sage_jax.learn.pack import TrainRow, pack
+from sage_jax.learn.update import (
+    Update,
+    completion_mask,
+    host_metrics,
+    init_state,
+    micro_objective,
+)
+from sage_jax.models import qwen
+
+ROLES = ("challenger", "planner", "solver", "critic")
+V = 24
+EOS = V - 1
+CFG = qwen.QwenConfig(
+    model_type="qwen3",
+    vocab_size=V,
+    hidden_size=8,
+    intermediate_size=16,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=4,
+    head_dim=4,
+    rope_theta=1e4,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+SETTINGS = UpdateSettings(lr=1e-2, chunk=16)
+
+
+def make_rows(count=16, seed=0, longest=10):
+    rng = np.random.default_rng(seed)
+    rows = []
+    for i in range(count):
+        prompt, completion = rng.integers(1, 5), rng.integers(1, longest - 4)
+        rows.append(
+            TrainRow(
+                id=f"row{i:02}",
+                role=ROLES[i % 4],
+                prompt=rng.integers(0, V, prompt).tolist(),
+                completion=[*rng.integers(0, V, completion - 1).tolist(), EOS],
+                logps=(-3 + 0.1 * rng.standard_normal(completion)).tolist(),
+                advantage=float(rng.standard_normal()),
+                temperature=float(rng.choice([0.6, 1.0, 1.3])),
+            )
+        )
+    return rows
+
+
+def make_params(layout=None):
+    params = qwen.init(CFG, jax.random.key(0), layout=layout)
+    return {**params, "embed": params["embed"] * 40}
+
+
+def make_update(settings=SETTINGS, layout=None):
+    tx = make_optimizer(settings, 100)
+    state = init_state(make_params(layout), tx, reference=settings.kl_coef > 0)
+    return Update(CFG, settings, ROLES, tx, state, layout), state
+
+
+@pytest.fixture(scope="module")
+def shared():
+    """One set of compiled programs for all tests on one device with default settings."""
+    return make_update()[0]
+
+
+@pytest.fixture
+def fresh(shared):
+    """Those programs and a state that the test may donate."""
+    return shared, init_state(make_params(), shared.tx)
+
+
+def gradients(update, state, packed):
+    acc, counts = update.zeros(state), update.place_counts(packed.role_tokens)
+    for micro in packed.micros:
+        acc = update.accumulate(state, acc, update.place(micro), counts)
+    return acc
+
+
+def assert_trees_close(got, want, **tolerance):
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, **tolerance), got, want)
+
+
+def assert_trees_equal(got, want):
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+def objective(logp_bt, micro, role_tokens, settings=SETTINGS, weights=(1, 1, 1, 1), **kwargs):
+    entropy_bt = kwargs.get("entropy_bt", jnp.ones_like(logp_bt))
+    return micro_objective(
+        logp_bt,
+        entropy_bt,
+        kwargs.get("ref_logp_bt"),
+        jax.tree.map(jnp.asarray, micro),
+        jnp.asarray(role_tokens),
+        jnp.array(weights, jnp.float32),
+        settings,
+    )
+
+
+# What the loss is made of.
+
+
+def test_gradient_reaches_every_completion_token_with_its_eos_and_nothing_else():
+    packed = pack([row for row in make_rows(6)], ROLES, [16], 8)
+    micro = packed.micros[0]
+    logp_bt = jnp.full(micro.tokens_bt.shape, -1.0)
+    grad_bt = jax.grad(lambda x: objective(x, micro, packed.role_tokens)[0])(logp_bt)
+    expected_bt = np.zeros(logp_bt.shape, bool)
+    rows = {row.id: row for row in make_rows(6)}
+    for b, id in enumerate(packed.ids[0]):
+        prompt, row = len(rows[id].prompt), rows[id]
+        expected_bt[b, prompt : prompt + len(row.completion)] = True
+        assert micro.tokens_bt[b, row.length - 1] == EOS and expected_bt[b, row.length - 1]
+    np.testing.assert_array_equal(np.asarray(grad_bt) != 0, expected_bt)
+    np.testing.assert_array_equal(completion_mask(micro), expected_bt)
+
+
+def test_pad_id_equal_to_eos_is_still_trained():
+    eos_is_pad = TrainRow("a", "solver", [0, 3], [5, 0], [-1.0, -1.0], 1.0)
+    micro = pack([eos_is_pad], ROLES, [6], 1).micros[0]
+    assert completion_mask(micro).tolist() == [[False, False, True, True, False, False]]
+
+
+def test_loss_is_the_sum_of_role_token_means_with_their_weights():
+    rows = [
+        TrainRow("a", "solver", [1], [1, 2, 3], [0.0] * 3, 2.0),
+        TrainRow("b", "solver", [1], [1], [0.0], -1.0),
+        TrainRow("c", "critic", [1], [1, 2], [0.0] * 2, 0.5),
+    ]
+    packed = pack(rows, ROLES, [4], 4)
+    logp_bt = jnp.zeros((4, 4))
+    loss, (sums, _) = objective(
+        logp_bt, packed.micros[0], packed.role_tokens, weights=(1, 1, 0.5, 2)
+    )
+    solver, critic = -(3 * 2.0 - 1.0) / 4, -0.5
+    np.testing.assert_allclose(loss, 0.5 * solver + 2 * critic, rtol=1e-6)
+    assert sums["tokens_r"].tolist() == [0, 0, 4, 2]
+
+
+def test_nan_outside_the_completion_reaches_neither_loss_nor_gradient():
+    packed = pack(make_rows(3), ROLES, [16], 4)
+    micro = packed.micros[0]
+    hole_bt = jnp.where(completion_mask(micro), 0.0, jnp.nan)
+    micro = micro._replace(sampler_logp_bt=micro.sampler_logp_bt + hole_bt)
+    settings = replace(SETTINGS, importance_cap=2.0, entropy_coef=0.1, kl_coef=0.1)
+
+    def loss(logp_bt):
+        return objective(
+            logp_bt,
+            micro,
+            packed.role_tokens,
+            settings,
+            entropy_bt=-logp_bt,
+            ref_logp_bt=hole_bt - 1,
+        )
+
+    (value, (sums, maxima)), grad_bt = jax.value_and_grad(loss, has_aux=True)(hole_bt - 2)
+    assert jnp.isfinite(value) and jnp.isfinite(grad_bt).all()
+    assert all(jnp.isfinite(x).all() for x in [*sums.values(), *maxima.values()])
+
+
+def test_entropy_bonus_and_kl_enter_with_their_coefficients():
+    packed = pack([TrainRow("a", "solver", [1], [1, 2], [0.0] * 2, 0.0)], ROLES, [4], 1)
+    args = (jnp.zeros((1, 4)), packed.micros[0], packed.role_tokens)
+    bonus, _ = objective(*args, replace(SETTINGS, entropy_coef=0.1), entropy_bt=jnp.full((1, 4), 3))
+    np.testing.assert_allclose(bonus, -0.3, rtol=1e-6)
+    kl, (sums, _) = objective(
+        *args, replace(SETTINGS, kl_coef=0.5), ref_logp_bt=jnp.full((1, 4), -1.0)
+    )
+    np.testing.assert_allclose(kl, 0.5 * np.exp(-1), rtol=1e-6)
+    np.testing.assert_allclose(sums["kl"], 2 * np.exp(-1), rtol=1e-6)
+
+
+def test_importance_weights_are_truncated_and_off_by_default():
+    row = TrainRow("a", "solver", [1], [1, 2], [np.log(0.5), np.log(0.01)], 1.0)
+    packed = pack([row], ROLES, [3], 1)
+    logp_bt = jnp.log(jnp.array([[1.0, 0.25, 0.25]]))
+    off, _ = objective(logp_bt, packed.micros[0], packed.role_tokens)
+    on, _ = objective(
+        logp_bt, packed.micros[0], packed.role_tokens, replace(SETTINGS, importance_cap=2.0)
+    )
+    np.testing.assert_allclose([off, on], [-1.0, -(0.5 + 2) / 2], rtol=1e-6)
+
+
+def test_stored_old_logps_give_the_ratio_and_the_clip_share():
+    row = TrainRow("a", "solver", [1], [1, 2], [0.0, 0.0], 1.0)
+    packed = pack([row], ROLES, [3], 1)
+    micro = packed.micros[0]._replace(old_logp_bt=jnp.log(jnp.array([[9.0, 1.0, 2.0]])))
+    loss, (sums, maxima) = objective(
+        jnp.log(jnp.array([[1.0, 1.0, 8.0]])), micro, packed.role_tokens
+    )
+    np.testing.assert_allclose(loss, -(1 + 1.28) / 2, rtol=1e-6)
+    np.testing.assert_allclose(maxima["ratio"], 4.0, rtol=1e-6)
+    assert float(sums["clipped"]) == 1
+
+
+# The split into micro-batches, buckets and devices.
+
+
+@pytest.fixture(scope="module")
+def single(shared):
+    """Programs, initial state (not to be donated) and gradients of the reference split."""
+    state = init_state(make_params(), shared.tx)
+    return shared, state, gradients(shared, state, pack(make_rows(), ROLES, [12], 16))
+
+
+@pytest.mark.parametrize(("buckets", "micro_rows"), [([12], 4), ([6, 9, 12], 4), ([16], 5)])
+def test_gradients_do_not_depend_on_micro_batches_or_buckets(single, buckets, micro_rows):
+    update, state, want = single
+    packed = pack(make_rows()[::-1], ROLES, buckets, micro_rows)
+    got = gradients(update, state, packed)
+    assert_trees_close(got.grads, want.grads, atol=1e-6, rtol=1e-5)
+    assert_trees_close(got.sums, want.sums, atol=1e-5, rtol=1e-5)
+    assert_trees_close(got.maxima, want.maxima, atol=1e-5)
+
+
+def test_tokens_under_the_padding_change_nothing(single):
+    update, state, _ = single
+    packed = pack(make_rows(), ROLES, [12], 16)
+    micro = packed.micros[0]
+    inside_bt = np.arange(12)[None] < micro.length_b[:, None]
+    noise_bt = np.random.default_rng(1).integers(0, V, micro.tokens_bt.shape)
+    noisy = micro._replace(
+        tokens_bt=np.where(inside_bt, micro.tokens_bt, noise_bt).astype(np.int32)
+    )
+    assert (noisy.tokens_bt != micro.tokens_bt).any()
+    counts = update.place_counts(packed.role_tokens)
+    got, want = (
+        update.accumulate(state, update.zeros(state), update.place(m), counts)
+        for m in (noisy, micro)
+    )
+    assert_trees_close(got, want, atol=1e-7)
+
+
+def test_dropping_the_eos_changes_the_gradient(single):
+    update, state, want = single
+    cut = [
+        replace(row, completion=row.completion[:-1], logps=row.logps[:-1]) for row in make_rows()
+    ]
+    got = gradients(update, state, pack(cut, ROLES, [12], 16))
+    assert float(jnp.abs(got.grads["embed"] - want.grads["embed"]).max()) > 1e-3
+
+
+@pytest.mark.multidevice
+@pytest.mark.parametrize(
+    ("sizes", "buckets"), [((8, 1, 1), [12]), ((4, 2, 1), [12]), ((2, 1, 4), [8, 12])]
+)
+def test_sharded_update_equals_the_single_device_one(fresh, sizes, buckets):
+    packed = pack(make_rows(), ROLES, buckets, 8)
+    update, state = fresh
+    want_acc = gradients(update, state, packed)
+    want, want_metrics = update.step(state, packed)
+    layout = Layout(make_mesh(*sizes), UPDATE_RULES)
+    update, state = make_update(layout=layout)
+    placed = jax.tree.map(lambda x: x.sharding, state)
+    acc = gradients(update, state, packed)
+    assert_trees_close(acc.grads, want_acc.grads, atol=2e-6, rtol=1e-5)
+    got, metrics = update.step(state, packed)
+    # Adam divides by the gradient's size, so tiny differences of tiny gradients grow.
+    assert_trees_close(got.params, want.params, atol=2e-4)
+    for name, value in host_metrics(want_metrics).items():
+        np.testing.assert_allclose(host_metrics(metrics)[name], value, rtol=1e-4, err_msg=name)
+    assert jax.tree.map(lambda x: x.sharding, got) == placed
+    update.step(got, packed)
+    assert update.accumulate._cache_size() == len(buckets)
+    assert update.finish._cache_size() == 1
+
+
+@pytest.mark.multidevice
+def test_rows_that_do_not_divide_over_the_mesh_are_an_error():
+    layout = Layout(make_mesh(8, 1, 1), UPDATE_RULES)
+    update, _ = make_update(layout=layout)
+    with pytest.raises(ValueError, match="'batch' of size 6"):
+        update.place(pack(make_rows(), ROLES, [12], 6).micros[0])
+
+
+# The step.
+
+
+def test_repeated_updates_raise_the_probability_of_rewarded_rows_and_lower_the_others(fresh):
+    update, state = fresh
+    rows = [replace(row, advantage=(-1.0) ** (i // 4)) for i, row in enumerate(make_rows(8))]
+    packed = pack(rows, ROLES, [12], 4)
+
+    def mean_logps(state):
+        return np.concatenate(
+            [
+                np.mean(
+                    update.old_logps(state, update.place(micro)),
+                    axis=1,
+                    where=np.asarray(completion_mask(micro)),
+                )
+                for micro in packed.micros
+            ]
+        )
+
+    before = mean_logps(state)
+    for _ in range(5):
+        state, _ = update.step(state, packed)
+    change = mean_logps(state) - before
+    signs = np.sign(np.concatenate([micro.adv_b for micro in packed.micros]))
+    assert np.all(np.sign(change) == signs)
+    assert int(state.step) == 5 and int(state.skipped) == 0
+
+
+def test_step_donates_the_state_it_replaces(fresh):
+    update, state = fresh
+    update.step(state, pack(make_rows(4), ROLES, [12], 4))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.params))
+    assert all(leaf.is_deleted() for leaf in jax.tree.leaves(state.opt_state[1][0].mu))
+
+
+def test_a_step_that_is_not_finite_is_skipped_counted_and_explained(fresh):
+    update, state = fresh
+    good = pack(make_rows(8), ROLES, [12], 4)
+    state, _ = update.step(state, good)
+    before = jax.device_get(state)
+    micro = good.micros[1]
+    bad_adv_b = micro.adv_b.copy()
+    bad_adv_b[2] = np.nan
+    bad = good._replace(micros=[good.micros[0], micro._replace(adv_b=bad_adv_b)])
+    state, metrics = update.step(state, bad)
+    after = jax.device_get(state)
+    assert_trees_equal(after.params, before.params)
+    assert_trees_equal(after.opt_state, before.opt_state)
+    assert (after.step, after.skipped) == (1, 1)
+    shown = host_metrics(metrics)
+    assert shown["skipped"] == 1 and "grad_norm" not in shown and "loss" not in shown
+    message = update.explain_skip(state, bad)
+    assert message.startswith(f"rows {', '.join(good.ids[1])}: not finite in loss, ")
+    assert "gradient['layers']['q_proj']" in message and update.explain_skip(state, good) == ""
+    state, metrics = update.step(state, good)
+    assert int(state.step) == 2 and host_metrics(metrics)["grad_norm"] > 0
+
+
+def test_metrics_come_from_the_arrays_of_the_loss(fresh):
+    rows = make_rows(8)
+    update, state = fresh
+    packed = pack(rows, ROLES, [12], 4)
+    gaps, ratios = [], []
+    for micro in packed.micros:
+        mask_bt = np.asarray(completion_mask(micro))
+        logp_bt = np.asarray(update.old_logps(state, update.place(micro)))
+        gaps.append(np.abs(logp_bt - micro.sampler_logp_bt)[mask_bt])
+        ratios.append(mask_bt.sum())
+    state, metrics = update.step(state, packed)
+    shown = host_metrics(metrics)
+    np.testing.assert_allclose(shown["logp_gap/mean"], np.concatenate(gaps).mean(), rtol=1e-4)
+    np.testing.assert_allclose(shown["logp_gap/max"], np.concatenate(gaps).max(), rtol=1e-4)
+    assert shown["ratio/max"] == 1.0 and shown["clip/share"] == 0.0 and shown["skipped"] == 0
+    token_mean = {
+        role: np.average(
+            [r.advantage for r in rows if r.role == role],
+            weights=[len(r.completion) for r in rows if r.role == role],
+        )
+        for role in ROLES
+    }
+    np.testing.assert_allclose(shown["loss"], -sum(token_mean.values()), rtol=1e-4)
+    assert {f"entropy/{role}" for role in ROLES} <= set(shown)
+    assert all(0 < shown[f"entropy/{role}"] < np.log(V) for role in ROLES)
+    only = pack([r for r in rows if r.role == "solver"], ROLES, [12], 4)
+    _, metrics = update.step(state, only)
+    assert [k for k in host_metrics(metrics) if k.startswith("entropy/")] == ["entropy/solver"]
+
+
+def test_a_second_epoch_has_ratios_off_one_and_the_first_has_them_at_one(fresh):
+    update, state = fresh
+    packed = pack(make_rows(4), ROLES, [12], 4)
+    old = [update.old_logps(state, update.place(micro)) for micro in packed.micros]
+    micros = [m._replace(old_logp_bt=o) for m, o in zip(packed.micros, old, strict=True)]
+    packed = packed._replace(micros=micros)
+    state, first = update.step(state, packed)
+    np.testing.assert_allclose(host_metrics(first)["ratio/max"], 1.0, atol=1e-5)
+    _, second = update.step(state, packed)
+    assert host_metrics(second)["ratio/max"] > 1.01
+    assert host_metrics(second)["clip/share"] > 0
+
+
+def test_kl_pulls_back_to_the_reference_and_vanishes_at_it():
+    settings = replace(SETTINGS, kl_coef=1.0, importance_cap=2.0)
+    update, state = make_update(settings)
+    rows = [replace(row, advantage=0.0) for row in make_rows(4)]
+    packed = pack(rows, ROLES, [12], 4)
+    state, metrics = update.step(state, packed)
+    assert abs(host_metrics(metrics)["kl"]) < 1e-6 and host_metrics(metrics)["grad_norm"] < 1e-4
+    assert 0 < host_metrics(metrics)["importance/mean"] <= 2
+    moved = jax.tree.map(lambda x: x + 0.02, state.params)
+    state, metrics = update.step(state._replace(params=moved), packed)
+    assert host_metrics(metrics)["kl"] > 1e-4 and host_metrics(metrics)["grad_norm"] > 1e-4
+    assert_trees_equal(state.ref_params, make_params())
+
+
+def test_bf16_compute_keeps_float32_gradients_near_the_float32_ones(single):
+    _, state, want = single
+    settings = replace(SETTINGS, dtype="bfloat16", remat="full")
+    tx = make_optimizer(settings, 10)
+    update = Update(CFG, settings, ROLES, tx, state)
+    got = gradients(update, state, pack(make_rows(), ROLES, [12], 8))
+    for a, b in zip(jax.tree.leaves(got.grads), jax.tree.leaves(want.grads), strict=True):
+        assert a.dtype == jnp.float32
+        a, b = np.ravel(a), np.ravel(b)
+        assert 0.98 < a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) < 1
+
+
+def test_no_array_over_all_positions_and_the_vocabulary_exists():
+    vocab, rows, length = 4099, 4, 32
+    cfg = replace(CFG, vocab_size=vocab)
+    settings = UpdateSettings(chunk=16, entropy_coef=0.1)
+    tx = make_optimizer(settings, 10)
+    state = init_state(qwen.init(cfg, jax.random.key(0)), tx)
+    update = Update(cfg, settings, ROLES, tx, state)
+    row = TrainRow("a", "solver", [1] * 10, [2] * 22, [-1.0] * 22, 1.0)
+    packed = pack([row], ROLES, [length], rows)
+    acc = jax.eval_shape(update.zeros, state)
+    lowered = update.accumulate.lower(state, acc, packed.micros[0], packed.role_tokens)
+    compiled = lowered.compile().as_text()
+    sizes = {
+        np.prod([int(n) for n in dims.split(",")])
+        for dims in re.findall(r"\b[a-z]+[0-9]*\[([0-9,]+)\]", compiled)
+        if str(vocab) in dims.split(",")
+    }
+    # 16 positions a chunk: the probe must see those, and nothing of twice the size.
+    assert max(sizes) == 16 * vocab < rows * length * vocab / 4
+
+
+# Settings.
+
+
+def test_schedule_warms_up_within_the_run_and_decays_to_zero():
+    settings = UpdateSettings(lr=1.0, warmup_steps=4)
+    rate = make_schedule(settings, 12)
+    np.testing.assert_allclose([rate(s) for s in (0, 1, 3, 4, 11)], [0.25, 0.5, 1, 1, 1])
+    rate = make_schedule(replace(settings, schedule="cosine"), 12)
+    np.testing.assert_allclose([rate(s) for s in (3, 4, 8, 12)], [1, 1, 0.5, 0], atol=1e-6)
+    rate = make_schedule(replace(settings, schedule="linear"), 12)
+    np.testing.assert_allclose([rate(s) for s in (4, 6, 12, 99)], [1, 0.75, 0, 0], atol=1e-6)
+    np.testing.assert_allclose(make_schedule(UpdateSettings(), 200)(0), 3e-6, rtol=1e-6)
+    with pytest.raises(ValueError, match="update.warmup_steps=4 exceeds train.steps=3"):
+        make_schedule(settings, 3)
+
+
+def test_gradients_are_clipped_by_their_global_norm_before_adam_sees_them():
+    grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
+    params = jax.tree.map(jnp.zeros_like, grads)
+    for clip_norm, first_moment in ((1.0, 0.06), (0.0, 0.3)):
+        tx = make_optimizer(UpdateSettings(clip_norm=clip_norm), 10)
+        _, opt_state = tx.update(grads, tx.init(params), params)
+        moments = [x for x in jax.tree.leaves(opt_state) if x.ndim]
+        np.testing.assert_allclose(moments[0], [first_moment, 0], rtol=1e-5)
+
+
+def test_all_bad_settings_are_reported_at_once():
+    with pytest.raises(
+        ValueError, match=r"update.lr=0.*update.schedule='step'.*update.dual_clip=1"
+    ):
+        UpdateSettings(lr=0, schedule="step", dual_clip=1.0)
+
+
+def test_settings_that_do_not_fit_the_run_are_named():
+    tx = make_optimizer(SETTINGS, 10)
+    state = init_state(make_params(), tx)
+    with pytest.raises(ValueError, match="role_weights names judge"):
+        Update(CFG, replace(SETTINGS, role_weights={"judge": 1.0}), ROLES, tx, state)
+    with pytest.raises(ValueError, match="update.kl_coef=0.1 needs reference"):
+        Update(CFG, replace(SETTINGS, kl_coef=0.1), ROLES, tx, state)
+    half = {**make_params(), "final_norm": jnp.ones(8, jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"\['final_norm'\] is bfloat16"):
+        init_state(half, tx)
+    with pytest.raises(ValueError, match="no row to train on"):
+        Update(CFG, SETTINGS, ROLES, tx, state).step(state, pack([], ROLES, [8], 2))
+
+
+def test_role_weights_of_the_settings_reach_the_gradient(single):
+    update, state, _ = single
+    rows = make_rows()
+    weighted = Update(
+        CFG,
+        replace(SETTINGS, role_weights={"critic": 0.0, "solver": 2.0, "planner": 0.0}),
+        ROLES,
+        update.tx,
+        state,
+    )
+    got = gradients(weighted, state, pack(rows, ROLES, [12], 16)).grads
+    parts = {
+        role: gradients(update, state, pack([r for r in rows if r.role == role], ROLES, [12], 16))
+        for role in ("challenger", "solver")
+    }
+    want = jax.tree.map(lambda x, y: x + 2 * y, parts["challenger"].grads, parts["solver"].grads)
+    assert_trees_close(got, want, atol=2e-6, rtol=1e-5)
