@@ -152,8 +152,6 @@ def proposed_code(
     from `solution` for them, never figures from the Challenger's text.
     Raises ValueError when the two differ in length or are empty.
     """
-    from sage_jax.verify.code import reference_tests
-
     row = {
         "id": id,
         "domain": "code",
