@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sage_jax.tasks.task import DOMAINS, PublicTask
+from sage_jax.tasks.task import DOMAINS, PublicTask, argument_tuple
 
 CHALLENGER, PLANNER, SOLVER, CRITIC = "challenger", "planner", "solver", "critic"
 ROLES = (CHALLENGER, PLANNER, SOLVER, CRITIC)
@@ -130,36 +130,6 @@ def _unfenced(text: str) -> str:
     if len(lines) > 2 and lines[0].startswith("```") and lines[-1].strip() == "```":
         return "\n".join(lines[1:-1])
     return text
-
-
-def argument_tuple(line: str) -> str:
-    """A line of arguments as the text of one tuple: `3, [1]` and `(3, [1])` both mean two.
-
-    Reads brackets and quotes only; text that is no Python literal stays none.
-    """
-    line = line.strip()
-    depth, quote, escaped, commas, outside = 0, "", False, 0, not line.startswith("(")
-    for position, character in enumerate(line):
-        if quote:
-            if escaped:
-                escaped = False
-            elif character == "\\":
-                escaped = True
-            elif character == quote:
-                quote = ""
-        elif character in "'\"":
-            quote = character
-        elif character in "([{":
-            depth += 1
-        elif character in ")]}":
-            depth -= 1
-            outside |= depth == 0 and position < len(line) - 1
-        elif character == "," and depth == 1:
-            commas += 1
-    closed = depth == 0 and not quote and not outside
-    if closed and (commas or not line[1:-1].strip()):
-        return line
-    return f"({line.rstrip(', ')},)"
 
 
 def _entry_point(solution: str, question: str) -> str:

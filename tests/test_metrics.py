@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sage_jax.report import episodes, metrics
@@ -108,6 +108,7 @@ def test_cut_of_nothing_and_of_a_damaged_file(tmp_path):
     assert path.read_bytes().count(b"\n") == 3
 
 
+@settings(deadline=None)
 @given(st.integers(0, 60))
 def test_a_kill_at_any_byte_leaves_a_file_that_resumes(tmp_path_factory, length):
     path = tmp_path_factory.mktemp("kill") / "metrics.jsonl"

@@ -11,7 +11,6 @@ from sage_jax.roles import (
     PLANNER,
     SOLVER,
     TAGS,
-    argument_tuple,
     critic_score,
     format_reward,
     parse,
@@ -109,30 +108,6 @@ def test_code_proposals_give_program_entry_point_and_inputs():
     assert parse(CHALLENGER, "code", nested).fields["entry_point"] == "f"
 
 
-@pytest.mark.parametrize(
-    "line, args",
-    [
-        ("5", "(5,)"),
-        ("3, [1, 2]", "(3, [1, 2],)"),
-        ("(3, [1, 2])", "(3, [1, 2])"),
-        ("(5)", "((5),)"),
-        ("(1, 2), 3", "((1, 2), 3,)"),
-        ("(1, 2), (3, 4)", "((1, 2), (3, 4),)"),
-        ("((1, 2),)", "((1, 2),)"),
-        ("()", "()"),
-        ("( )", "( )"),
-        ("'a,b'", "('a,b',)"),
-        ("('a)', 2)", "('a)', 2)"),
-        (r"('a\\'),b')", r"(('a\\'),b'),)"),
-        ("'(', ')'", "('(', ')',)"),
-        ("1, 2,", "(1, 2,)"),
-        ("(", "((,)"),
-    ],
-)
-def test_a_line_of_arguments_becomes_one_tuple(line, args):
-    assert argument_tuple(line) == args
-
-
 def test_no_proposal_brings_more_tests_than_the_cap():
     text = CODE.replace("1\n2", "\n".join(map(str, range(100))))
     assert parse(CHALLENGER, "code", text).fields["inputs"] == [
@@ -189,7 +164,7 @@ PIECES = st.lists(
 
 
 @given(ROWS, st.one_of(PIECES, st.text(st.characters(codec=None))))
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 def test_parsers_are_total(row, text):
     role, domain = row
     parsed = parse(role, domain, text)
@@ -202,6 +177,7 @@ def test_parsers_are_total(row, text):
     assert score is None or 0 <= score <= 1
 
 
+@settings(deadline=None)
 @given(ROWS, PIECES)
 def test_a_full_format_reward_means_a_group_to_read(row, text):
     """No text earns the full reward and yet has nothing in its tags."""
@@ -216,25 +192,26 @@ def test_a_full_format_reward_means_a_group_to_read(row, text):
     "unit",
     [
         "<",
-        "</",
-        "<answer>",
         "</answer>",
-        "<answer></answer>",
         "<question><answer>",
-        "a",
         "\n",
         "```\n",
-    ]
-    + ["def f(", "\ndef ", "def  ", "<solution>", "1\n", " ", "…", "<score>7"],
+        "def f(",
+        "\ndef ",
+        "1\n",
+        " ",
+        "(",
+        "'",
+    ],
 )
 def test_a_megabyte_of_anything_parses_in_linear_time(unit):
     """A quadratic scan would take hours here, not fail an assertion."""
     text = (unit * (1_000_000 // len(unit) + 1))[:1_000_000]
-    inside = f"<question>q</question><solution>{text}</solution><inputs>{text}</inputs>"
+    inside = f"<question>q</question><solution>def f(x): {text}</solution><inputs>{text}</inputs>"
     for whole in (text, inside):
-        for role, domain in ((CHALLENGER, "code"), (CHALLENGER, "math"), (SOLVER, "math")):
-            assert parse(role, domain, whole).fields is not None
-            assert format_reward(role, domain, whole) <= 1
+        parsed = parse(CHALLENGER, "code", whole)
+        assert parsed.ok == bool(parsed.fields)
+        assert format_reward(SOLVER, "code", whole) <= 1
 
 
 def test_many_function_names_and_a_long_question_stay_linear():

@@ -126,6 +126,7 @@ def tfds_dir(tmp_path_factory):
         def _info(self):
             text = tfds.features.Text()
             features = {"question": text, "answer": text, "level": np.int64}
+            features["subject"] = tfds.features.Sequence(tfds.features.Text())
             return tfds.core.DatasetInfo(
                 builder=self, features=tfds.features.FeaturesDict(features)
             )
@@ -135,7 +136,15 @@ def tfds_dir(tmp_path_factory):
 
         def _generate_examples(self):
             for i in range(3):
-                yield i, {"question": f"What is {i} + 1?", "answer": f"#### {i + 1}", "level": i}
+                yield (
+                    i,
+                    {
+                        "question": f"What is {i} + 1?",
+                        "answer": f"#### {i + 1}",
+                        "level": i,
+                        "subject": ["a", "ü"],
+                    },
+                )
 
     folder = str(tmp_path_factory.mktemp("tfds"))
     TinyQa(data_dir=folder, file_format="array_record").download_and_prepare()
@@ -149,6 +158,7 @@ def test_tfds_data_sets_load_through_their_data_source(tfds_dir):
         gold = task.job("1", "").payload["gold"]
         assert task.question == f"What is {int(gold) - 1} + 1?"
         assert task.provenance["level"] == int(gold) - 1
+        assert task.provenance["subject"] == ["a", "ü"]
         assert task.provenance["source"] == "tfds:tiny_qa/train"
         json.dumps(task.to_json())
 

@@ -4,13 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sage_jax.roles import KINDS, load_prompts
 from sage_jax.tasks.task import (
     PublicTask,
     Task,
+    argument_tuple,
     first_example,
     proposed_code,
     proposed_math,
@@ -65,6 +66,7 @@ KEYS = st.sampled_from(
 )
 
 
+@settings(deadline=None)
 @given(KEYS, st.text(min_size=1).filter(str.strip), st.text(), st.sampled_from(sorted(PROMPTS)))
 def test_no_prompt_of_any_role_holds_the_key(row, question, plan, prompts):
     question = question.encode(errors="ignore").decode() or "?"
@@ -180,6 +182,30 @@ def test_a_row_lists_all_its_problems_at_once():
     assert all(name in str(caught.value) for name in ("id", "question", "answer", "tolerance"))
 
 
+@pytest.mark.parametrize(
+    "line, args",
+    [
+        ("5", "(5,)"),
+        ("3, [1, 2]", "(3, [1, 2],)"),
+        ("(3, [1, 2])", "(3, [1, 2])"),
+        ("(5)", "((5),)"),
+        ("(1, 2), 3", "((1, 2), 3,)"),
+        ("(1, 2), (3, 4)", "((1, 2), (3, 4),)"),
+        ("((1, 2),)", "((1, 2),)"),
+        ("()", "()"),
+        ("( )", "( )"),
+        ("'a,b'", "('a,b',)"),
+        ("('a)', 2)", "('a)', 2)"),
+        (r"('a\'),b', 2)", r"('a\'),b', 2)"),
+        ("'(', ')'", "('(', ')',)"),
+        ("1, 2,", "(1, 2,)"),
+        ("(", "((,)"),
+    ],
+)
+def test_a_line_of_arguments_becomes_one_tuple(line, args):
+    assert argument_tuple(line) == args
+
+
 def test_proposals_are_tasks_like_any_other():
     maths = proposed_math("s3/c0", "What is 2 + 2?", "4", step=3, parent="m")
     code = proposed_code(
@@ -187,7 +213,7 @@ def test_proposals_are_tasks_like_any_other():
         "Write g.",
         entry_point="g",
         solution="def g(x): return x + 1",
-        inputs=["(1,)", "(2,)"],
+        inputs=["1", "(2)"],
         expected=["2", "3"],
         step=3,
         parent="c",

@@ -16,6 +16,7 @@ from typing import Any
 from sage_jax.report.jsonl import JsonlWriter, cut
 from sage_jax.roles import ROLES
 from sage_jax.tasks.task import DOMAINS
+from sage_jax.verify.verdict import VERDICTS
 
 __all__ = ["METRICS", "SPLITS", "Metric", "MetricsWriter", "check", "cut", "markdown"]
 
@@ -32,7 +33,7 @@ EXPANSIONS = {
     "role/split": tuple(f"{role}/{split}" for role in ROLES for split in SPLITS[role]),
     "split": SPLITS["solver"],
     "domain": DOMAINS,
-    "verdict": ("correct", "wrong", "unparsable", "timeout", "error"),
+    "verdict": VERDICTS,
     "part": (
         "challenger/question_score",
         "challenger/difficulty",

@@ -7,20 +7,12 @@ import unicodedata
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from sage_jax.tasks.task import DOMAINS, Task
+from sage_jax.verify.verdict import Verdict
 
 ADMITTED, DUPLICATE, CONTAMINATED, FULL = "admitted", "duplicate", "contaminated", "full"
-
-
-class Judged(Protocol):
-    """What the pool reads of a verdict."""
-
-    @property
-    def verdict(self) -> str: ...
-    @property
-    def masked(self) -> bool: ...
 
 
 class Pool:
@@ -49,7 +41,7 @@ class Pool:
             raise ValueError(f"seed_share is {seed_share}: use a share from 0 to 1")
         if not half_life > 0:
             raise ValueError(f"half_life is {half_life}: use a number of steps above 0")
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "capacity": capacity,
             "seed_share": seed_share,
             "half_life": half_life,
@@ -198,7 +190,7 @@ class Pool:
         self._known.remove(oldest)
         self.counters["evicted"] += 1
 
-    def record(self, task_id: str, verdicts: Iterable[Judged]) -> None:
+    def record(self, task_id: str, verdicts: Iterable[Verdict]) -> None:
         """Adds judged attempts to a task's statistics; masked verdicts count for nothing.
 
         A task that was evicted meanwhile is passed over.
@@ -207,7 +199,7 @@ class Pool:
         if task is not None:
             judged = [verdict for verdict in verdicts if not verdict.masked]
             task.stats.attempts += len(judged)
-            task.stats.correct += sum(verdict.verdict == "correct" for verdict in judged)
+            task.stats.correct += sum(verdict.correct for verdict in judged)
 
     def metrics(self, step: int) -> dict[str, float]:
         """Size, size by domain, evictions so far, and mean age of admitted tasks in steps."""

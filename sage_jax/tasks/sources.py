@@ -11,6 +11,7 @@ are given literally. Where columns are mapped, an answer is what follows its las
 in its last \\boxed{}, or all of it.
 """
 
+import importlib
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -153,7 +154,7 @@ def _read_tfds(spec: _Spec, problems: list[str]) -> _Rows:
     import tensorflow_datasets as tfds
 
     try:
-        source = tfds.data_source(
+        source: Any = tfds.data_source(
             spec.location, split=spec.split, data_dir=spec.columns.get("data_dir")
         )
     except ValueError as error:  # unknown data set or split
@@ -165,7 +166,7 @@ def _read_tfds(spec: _Spec, problems: list[str]) -> _Rows:
 
 def _read_hf(spec: _Spec, problems: list[str]) -> _Rows:
     try:
-        import datasets
+        datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise _Unusable("needs the package 'datasets'; pip install datasets") from error
     if not Path(spec.location).is_dir():
@@ -233,9 +234,10 @@ def _mapped(spec: _Spec, index: int, raw: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
+    """tfds gives text as bytes."""
     if isinstance(value, bytes):
         return value.decode("utf-8", errors="replace")
-    return value.tolist() if hasattr(value, "tolist") else value
+    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def _final_answer(text: str) -> str:

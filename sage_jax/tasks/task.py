@@ -3,10 +3,10 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from sage_jax.verify.verdict import Job
+from sage_jax.verify.code import extract_code, reference_tests
+from sage_jax.verify.verdict import Job
 
 DOMAINS = ("math", "code")
 TEST_KINDS = {
@@ -68,14 +68,11 @@ class Task:
     def question(self) -> str:
         return self.public.question
 
-    def job(self, id: str, response: str) -> "Job":
+    def job(self, id: str, response: str) -> Job:
         """The verifier job that judges one Solver response (its text as generated) to this task.
 
         Maths passes the response on unread: finding the answer in it is the verifier's business.
         """
-        from sage_jax.verify.code import extract_code
-        from sage_jax.verify.verdict import Job
-
         if self.domain == "math":
             payload = {"gold": self._key["answer"], "prediction": response}
             payload["question"] = self.question
@@ -151,13 +148,10 @@ def proposed_code(
 ) -> Task:
     """A code task written by the Challenger.
 
-    `inputs` holds the text of one argument tuple per test, as `roles.parse` gives them;
-    `expected` the literals which the sandbox got from `solution` for them, never figures from the
-    Challenger's text.
+    `inputs` holds one line of arguments per test; `expected` the literals which the sandbox got
+    from `solution` for them, never figures from the Challenger's text.
     Raises ValueError when the two differ in length or are empty.
     """
-    from sage_jax.verify.code import reference_tests
-
     row = {
         "id": id,
         "domain": "code",
@@ -170,6 +164,36 @@ def proposed_code(
         "stats": {"born_step": step},
     }
     return Task.from_json(row)
+
+
+def argument_tuple(line: str) -> str:
+    """A line of arguments as the text of one tuple: `3, [1]` and `(3, [1])` both mean two.
+
+    Reads brackets and quotes only; text that is no Python literal stays none.
+    """
+    line = line.strip()
+    depth, quote, escaped, commas, outside = 0, "", False, 0, not line.startswith("(")
+    for position, character in enumerate(line):
+        if quote:
+            if escaped:
+                escaped = False
+            elif character == "\\":
+                escaped = True
+            elif character == quote:
+                quote = ""
+        elif character in "'\"":
+            quote = character
+        elif character in "([{":
+            depth += 1
+        elif character in ")]}":
+            depth -= 1
+            outside |= depth == 0 and position < len(line) - 1
+        elif character == "," and depth == 1:
+            commas += 1
+    closed = depth == 0 and not quote and not outside
+    if closed and (commas or not line[1:-1].strip()):
+        return line
+    return f"({line.rstrip(', ')},)"
 
 
 def first_example(tests: Any, entry_point: str) -> str:
@@ -201,6 +225,8 @@ def _io_examples(tests: Mapping[str, Any], entry_point: str) -> list[str]:
     }.get(tests.get("compare", "eq"), "assert {call} == {expected}")
     examples = []
     for args, expected in zip(tests["args"], tests["expected"], strict=True):
+        if tests.get("args_form") == "input":
+            args = argument_tuple(args)
         inside = args if tests.get("args_are_call_text") else args.strip()[1:-1].rstrip(", ")
         examples.append(form.format(call=f"{entry_point}({inside})", expected=expected))
     return examples
@@ -232,7 +258,9 @@ def row_problems(row: Any) -> list[str]:
 def _math_problems(row: Mapping[str, Any]) -> list[str]:
     problems = []
     answer = row.get("answer")
-    if type(answer) not in (int, float) or not math.isfinite(answer):
+    if isinstance(answer, bool | str) or not (
+        isinstance(answer, int | float) and math.isfinite(answer)
+    ):
         problems += _text_problem(row, "answer", "give the reference answer as text or a number")
     tolerance = row.get("tolerance")
     if tolerance is not None:
@@ -287,8 +315,8 @@ def _tests_problems(tests: Any) -> list[str]:
         if isinstance(tests.get("code"), str) and "def check" in tests["code"]:
             return []
         return ["field 'tests.code' must be Python source which defines check(candidate)"]
-    lists = [tests.get(name) for name in wanted]
-    if all(items and _texts(items) for items in lists) and len(set(map(len, lists))) == 1:
+    lists = [tests.get(name) or [] for name in wanted]
+    if all(lists) and all(map(_texts, lists)) and len(set(map(len, lists))) == 1:
         return []
     return [f"field 'tests' needs non-empty lists of text, of equal length: {', '.join(wanted)}"]
 
