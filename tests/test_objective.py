@@ -63,7 +63,7 @@ def test_huge_log_ratio_stays_finite():
 
 
 def test_dual_clip_must_exceed_one():
-    with pytest.raises(ValueError, match="update.dual_clip=1.0"):
+    with pytest.raises(ValueError, match="optim.dual_clip=1.0"):
         terms([1.0], [1.0], dual_clip=1.0)
 
 

@@ -17,7 +17,7 @@ def test_schedule_warms_up_within_the_run_and_decays_to_zero():
     rate = make_schedule(replace(settings, schedule="linear"), 12)
     np.testing.assert_allclose([rate(s) for s in (4, 6, 12, 99)], [1, 0.75, 0, 0], atol=1e-6)
     np.testing.assert_allclose(make_schedule(UpdateSettings(), 200)(0), 3e-6, rtol=1e-6)
-    with pytest.raises(ValueError, match="update.warmup_steps=4 exceeds train.steps=3"):
+    with pytest.raises(ValueError, match="optim.warmup_steps=4 exceeds train.steps=3"):
         make_schedule(settings, 3)
 
 
@@ -33,6 +33,6 @@ def test_gradients_are_clipped_by_their_global_norm_before_adam_sees_them():
 
 def test_all_bad_settings_are_reported_at_once():
     with pytest.raises(
-        ValueError, match=r"update.lr=0.*update.schedule='step'.*update.dual_clip=1"
+        ValueError, match=r"optim.lr=0.*optim.schedule='step'.*optim.dual_clip=1"
     ):
         UpdateSettings(lr=0, schedule="step", dual_clip=1.0)

@@ -172,5 +172,5 @@ def test_vocabulary_sharded_over_the_mesh_gives_the_same_values_and_gradients(si
 
 
 def test_chunk_below_one_is_an_error():
-    with pytest.raises(ValueError, match="update.chunk=0"):
+    with pytest.raises(ValueError, match="optim.logit_chunk=0"):
         token_logps(PARAMS, CFG, batch(1, 4), jnp.ones(1), chunk=0)

@@ -220,7 +220,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_explained(fresh):
     assert_trees_equal(after.opt_state, before.opt_state)
     assert (after.step, after.skipped) == (1, 1)
     shown = host_metrics(metrics)
-    assert shown["skipped"] == 1 and "grad_norm" not in shown and "loss" not in shown
+    assert shown["skipped_updates"] == 1 and "grad_norm" not in shown and "loss" not in shown
     message = update.explain_skip(state, bad)
     assert message.startswith(f"rows {', '.join(good.ids[1])}: not finite in loss, ")
     assert "gradient['layers']['q_proj']" in message and update.explain_skip(state, good) == ""
@@ -242,7 +242,7 @@ def test_metrics_come_from_the_arrays_of_the_loss(fresh):
     shown = host_metrics(metrics)
     np.testing.assert_allclose(shown["logp_gap/mean"], np.concatenate(gaps).mean(), rtol=1e-4)
     np.testing.assert_allclose(shown["logp_gap/max"], np.concatenate(gaps).max(), rtol=1e-4)
-    assert shown["ratio/max"] == 1.0 and shown["clip/share"] == 0.0 and shown["skipped"] == 0
+    assert shown["ratio/max"] == 1.0 and shown["clip_share"] == 0.0 and shown["skipped_updates"] == 0
     token_mean = {
         role: np.average(
             [r.advantage for r in rows if r.role == role],
@@ -268,7 +268,7 @@ def test_a_second_epoch_has_ratios_off_one_and_the_first_has_them_at_one(fresh):
     np.testing.assert_allclose(host_metrics(first)["ratio/max"], 1.0, atol=1e-5)
     _, second = update.step(state, packed)
     assert host_metrics(second)["ratio/max"] > 1.01
-    assert host_metrics(second)["clip/share"] > 0
+    assert host_metrics(second)["clip_share"] > 0
 
 
 def test_kl_pulls_back_to_the_reference_and_vanishes_at_it():
@@ -352,7 +352,7 @@ def test_settings_that_do_not_fit_the_run_are_named():
     state = init_state(make_params(), tx)
     with pytest.raises(ValueError, match="role_weights names judge"):
         Update(CFG, replace(SETTINGS, role_weights={"judge": 1.0}), ROLES, tx, state)
-    with pytest.raises(ValueError, match="update.kl_coef=0.1 needs reference"):
+    with pytest.raises(ValueError, match="optim.kl_coef=0.1 needs reference"):
         Update(CFG, replace(SETTINGS, kl_coef=0.1), ROLES, tx, state)
     half = {**make_params(), "final_norm": jnp.ones(8, jnp.bfloat16)}
     with pytest.raises(ValueError, match=r"\['final_norm'\] is bfloat16"):

@@ -43,7 +43,7 @@ def policy_loss(
     that already became much more likely. dual_clip must be above 1.
     """
     if not dual_clip > 1:
-        raise ValueError(f"update.dual_clip={dual_clip} must be above 1 (3 is usual)")
+        raise ValueError(f"optim.dual_clip={dual_clip} must be above 1 (3 is usual)")
     ratio = jnp.exp(jnp.clip(logp - old_logp, -20.0, 20.0))
     plain = -adv * ratio
     bounded = -adv * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)

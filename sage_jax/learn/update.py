@@ -49,7 +49,7 @@ def init_state(
         if leaf.dtype != jnp.float32:
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} is {leaf.dtype}; master params must be float32 "
-                "(update.dtype sets the dtype of the matrix products)"
+                "(optim.dtype sets the dtype of the matrix products)"
             )
     sharding = jax.tree.leaves(params)[0].sharding
     if isinstance(sharding, NamedSharding):
@@ -88,11 +88,11 @@ class Update:
         unknown = sorted(set(settings.role_weights) - set(roles))
         if unknown:
             raise ValueError(
-                f"update.role_weights names {', '.join(unknown)}; roles are {', '.join(roles)}"
+                f"optim.role_weights names {', '.join(unknown)}; roles are {', '.join(roles)}"
             )
         if settings.kl_coef and like.ref_params is None:
             raise ValueError(
-                f"update.kl_coef={settings.kl_coef} needs reference params; "
+                f"optim.kl_coef={settings.kl_coef} needs reference params; "
                 "make the state with reference=True"
             )
         self.cfg, self.settings, self.roles, self.tx = cfg, settings, tuple(roles), tx
@@ -224,9 +224,9 @@ class Update:
             "ratio/max": acc.maxima["ratio"],
             "logp_gap/mean": sums["gap"] / tokens,
             "logp_gap/max": acc.maxima["gap"],
-            "clip/share": sums["clipped"] / tokens,
-            "clip/dual_share": sums["dual_clipped"] / tokens,
-            "skipped": skipped,
+            "clip_share": sums["clipped"] / tokens,
+            "dual_clip_share": sums["dual_clipped"] / tokens,
+            "skipped_updates": skipped,
         }
         if self.settings.importance_cap:
             metrics["importance/mean"] = sums["weight"] / tokens
