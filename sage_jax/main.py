@@ -1,5 +1,6 @@
 """The front door: `python -m sage_jax.main --config=FILE --mode=MODE`."""
 
+import os
 import signal
 import sys
 import threading
@@ -9,6 +10,9 @@ from absl import app, flags
 from ml_collections import config_flags
 
 from sage_jax import config as schema
+
+# Its advice about absent frameworks is not for users of this project.
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 MODES = ("train", "sft", "eval", "generate", "score", "export")
 NEEDS_CONFIG = ("train", "sft", "eval")

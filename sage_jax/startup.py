@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from sage_jax.config import ROLES
+from sage_jax.learn.optimizer import make_schedule
 from sage_jax.run import Run
 
 PACKAGES = ("jax", "flax", "optax", "orbax-checkpoint", "transformers", "sympy", "numpy")
@@ -45,7 +46,8 @@ def table(run: Run, workdir: Path) -> str:
     memory = estimated_memory(run)
     budget = sum(rows[role] * c.rollout.max_new[role] for role in ROLES)
     mesh = " x ".join(f"{axis} {size}" for axis, size in run.place.shape.items())
-    lr = [run.learning_rate(int(c.train.steps * share)) for share in (0, 0.1, 0.5, 1)]
+    schedule = make_schedule(run.update.settings, max(c.train.steps, 1))
+    lr = [float(schedule(int(c.train.steps * share))) for share in (0, 0.1, 0.5, 1)]
     lines = {
         "run": f"{workdir}, step {run.step} of {c.train.steps}",
         "model": f"{c.model.path}: {run.model.cfg.model_type}, {params / 1e6:.2f} M parameters",

@@ -2,6 +2,8 @@
 
 import time
 
+import jax
+
 from sage_jax.evaluate import Evaluator
 from sage_jax.learn.pack import Packed
 from sage_jax.learn.update import host_metrics
@@ -22,8 +24,10 @@ def train(run: Run) -> None:
             figures = validate(run)
         report(run, figures)
     try:
-        while run.step < run.config.train.steps:
-            one_step(run)
+        # Transfers happen in named functions only; the guard sees nothing on a CPU.
+        with jax.transfer_guard("allow" if jax.default_backend() == "cpu" else "disallow"):
+            while run.step < run.config.train.steps:
+                one_step(run)
     except Cancelled:
         # Parameters and pool are those of the last finished step: nothing half-done is saved.
         save(run, None)
@@ -92,7 +96,7 @@ def update(run: Run, batches: list[Packed]) -> dict[str, float]:
         batches = [_with_old_logps(run, packed) for packed in batches]
     for _ in range(run.config.optim.epochs):
         for packed in batches:
-            before = int(run.state.skipped)
+            before = run.update.skipped(run.state)
             run.state, metrics = run.update.step(run.state, packed)
             _check_finite(run, packed, before)
     slots = sum(micro.tokens_bt.size for packed in batches for micro in packed.micros)
@@ -114,7 +118,7 @@ def _with_old_logps(run: Run, packed: Packed) -> Packed:
 
 def _check_finite(run: Run, packed: Packed, before: int) -> None:
     """Stop after optim.max_skipped non-finite updates in a row, naming rows and tensors."""
-    skipped = int(run.state.skipped) > before
+    skipped = run.update.skipped(run.state) > before
     run.skipped_in_a_row = run.skipped_in_a_row + 1 if skipped else 0
     if run.skipped_in_a_row >= run.config.optim.max_skipped:
         raise RunFailure(

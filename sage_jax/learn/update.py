@@ -131,6 +131,10 @@ class Update:
         """
         return self._score(state.params, micro)
 
+    def skipped(self, state: TrainState) -> int:
+        """Updates skipped so far; waits for the update in flight."""
+        return int(jax.device_get(state.skipped))
+
     def place(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch on the devices, rows split over the batch axes of the mesh."""
         layout, axes = self.layout, ("batch", "seq")
