@@ -1,0 +1,117 @@
+"""Command line: ``python -m sage_jax.verify math|code --input F --output F``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any, TextIO
+
+from sage_jax.verify.pool import POLICIES, Verifier
+from sage_jax.verify.sandbox import LEVELS, IsolationError
+from sage_jax.verify.verdict import Job, Verdict
+
+WINDOW = 2000  # jobs in flight; the output is written in input order
+CODE_FIELDS = ("cpu_ms", "output_tail", "isolation", "deterministic")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 all rows judged, 1 some lines were bad, 2 usage or machine."""
+    parser = argparse.ArgumentParser(prog="python -m sage_jax.verify")
+    parser.add_argument("domain", choices=("math", "code"))
+    parser.add_argument("--input", required=True, help="JSONL, one row a line")
+    parser.add_argument("--output", required=True, help="JSONL of verdicts in input order")
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--policy", choices=POLICIES, default="eval")
+    parser.add_argument("--require_level", choices=(*LEVELS, "none"), default="B")
+    options = parser.parse_args(arguments)
+    if options.workers < 1:
+        parser.error(f"--workers must be at least 1, got {options.workers}")
+    try:
+        source = open(options.input, encoding="utf-8", errors="surrogateescape")
+    except OSError as error:
+        parser.error(f"--input: {error}")
+    try:
+        target = open(options.output, "w", encoding="utf-8")
+    except OSError as error:
+        parser.error(f"--output: {error}")
+    with source, target:
+        try:
+            verifier = Verifier(
+                workers=options.workers,
+                policy=options.policy,
+                require_level=options.require_level,
+                code=options.domain == "code",
+            )
+        except IsolationError as error:
+            print(error, file=sys.stderr)
+            return 2
+        with verifier:
+            return 1 if judge_file(verifier, options.domain, source, target) else 0
+
+
+def judge_file(verifier: Verifier, domain: str, source: TextIO, target: TextIO) -> int:
+    """Judge all rows of ``source``; returns how many lines were bad (each told on stderr)."""
+    bad = 0
+    seen: set[Any] = set()
+    order: list[tuple[str, Any]] = []  # job ids and row ids not yet written, in input order
+    done: dict[str, Verdict] = {}
+
+    def write(limit: int) -> None:
+        while len(order) > limit:
+            done.update(verifier.poll(0.0 if order[0][0] in done else 1.0))
+            while order and order[0][0] in done:
+                job_id, row_id = order.pop(0)
+                json.dump(row(row_id, done.pop(job_id), domain), target)
+                target.write("\n")
+
+    for number, line in enumerate(source, 1):
+        if not line.strip():
+            continue
+        try:
+            payload = _payload(line, seen)
+            job = Job(str(number), domain, payload)
+            verifier.submit(job)
+        except ValueError as error:
+            bad += 1
+            print(f"line {number}: {error}", file=sys.stderr)
+            continue
+        seen.add(payload["id"])
+        order.append((job.id, payload["id"]))
+        write(WINDOW)
+    write(0)
+    if bad:
+        print(f"{bad} bad line(s) left out", file=sys.stderr)
+    return bad
+
+
+def _payload(line: str, seen: set[Any]) -> dict[str, Any]:
+    try:
+        payload = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not JSON: {error}") from error
+    if not isinstance(payload, dict):
+        raise ValueError(f"a row must be an object, got {type(payload).__name__}")
+    name = payload.get("id")
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise ValueError(f"id must be text or an integer, got {name!r}")
+    if name in seen:
+        raise ValueError(f"id {name!r} was used on an earlier line")
+    return payload
+
+
+def row(name: Any, verdict: Verdict, domain: str) -> dict[str, Any]:
+    """The output row of one verdict."""
+    out = {
+        "id": name,
+        "verdict": verdict.verdict,
+        "reason": verdict.reason,
+        "ms": round(verdict.ms, 3),
+    }
+    if domain == "code":
+        out |= {field: getattr(verdict, field) for field in CODE_FIELDS}
+    return out
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,394 @@
+"""The judge process: runs the trusted tests against stand-ins and owns the verdict.
+
+It starts with nothing of the solution in it, reads its tests after the fork, and writes one JSON
+object to its private pipe. What it never sees from the solution is code.
+"""
+
+import ast
+import builtins
+import json
+import math
+import os
+
+from codec import CodecError, Connection, canonical, decode, encode
+from remote import Lost, Remote, RemoteClass, local_exception
+
+BATCH = 32
+MAX_LITERAL = 4000
+MAX_STDOUT = 8 << 20
+
+
+def main(plan_fd, sock, verdict_fd, stdout_fd):
+    with os.fdopen(plan_fd, "rb") as handle:
+        plan = json.load(handle)
+    if plan["mode"] == "stdout":
+        result = check_stdout(plan, stdout_fd)
+    else:
+        result = Judge(Connection(sock), plan).run()
+    text = json.dumps(result).encode()
+    while text:
+        text = text[os.write(verdict_fd, text) :]
+    os._exit(0)
+
+
+def verdict(name, reason=""):
+    return {"verdict": name, "reason": reason}
+
+
+def check_stdout(plan, fd):
+    """Full equality of all lines; blanks at line ends and the end do not count."""
+    parts, size = [], 0
+    while part := os.read(fd, 1 << 16):
+        size += len(part)
+        if size > MAX_STDOUT:
+            return verdict("error", "output_limit")
+        parts.append(part)
+    text = b"".join(parts).decode("utf-8", "replace")
+
+    def lines(value):
+        return [line.rstrip() for line in value.rstrip().splitlines()]
+
+    got, want = lines(text), lines(plan["expected"])
+    if got == want:
+        return verdict("correct")
+    atol = plan.get("atol") or 0
+    if atol and len(got) == len(want):
+        pairs = zip(" ".join(got).split(), " ".join(want).split(), strict=False)
+        same_count = len(" ".join(got).split()) == len(" ".join(want).split())
+        if same_count and all(a == b or _near_text(a, b, atol) for a, b in pairs):
+            return verdict("correct")
+    return verdict("wrong", "stdout_mismatch")
+
+
+def _near_text(a, b, atol):
+    try:
+        return abs(float(a) - float(b)) <= atol
+    except ValueError:
+        return False
+
+
+class Judge:
+    def __init__(self, connection, plan):
+        self._connection, self._plan = connection, plan
+        self._remotes, self._exceptions, self._classes = {}, {}, set()
+        self._callbacks = []
+        self._lost = None  # sticky: a test that swallows it still cannot pass
+
+    def run(self):
+        action = {"asserts": self._asserts, "io": self._io, "probe": self._probe}.get(
+            self._plan["mode"], self._reference
+        )
+        try:
+            result = action()
+        except Lost:
+            result = None
+        except CodecError as error:
+            result = verdict("error", str(error))
+        except EOFError:
+            self._lost = verdict("error", "lost")
+        return self._lost or result
+
+    # --- modes ----------------------------------------------------------------------------
+
+    def _asserts(self):
+        names = {"__name__": "tests", "__builtins__": builtins}
+        names.update(self._bind())
+        for number, chunk in enumerate(self._plan["chunks"]):
+            try:
+                code = compile(chunk, f"tests-{number}", "exec", dont_inherit=True)
+                exec(code, names)
+                if self._plan.get("check"):
+                    names["check"](names[self._plan["check"]])
+            except AssertionError:
+                return verdict("wrong", "assertion_failed")
+            except Exception as error:  # whatever a test can raise is a verdict
+                return self._judge_exception(error)
+        return verdict("correct")
+
+    def _judge_exception(self, error):
+        name = type(error).__name__
+        if getattr(error, "from_solution", False):
+            known = isinstance(getattr(builtins, name, None), type)
+            return verdict("wrong", f"raised_{name}" if known else "raised_exception")
+        if isinstance(error, (NameError, SyntaxError, ImportError)):
+            return verdict("error", "verifier_error")
+        return verdict("wrong", f"test_raised_{name}")
+
+    def _io(self):
+        plan = self._plan
+        (function,) = self._bind().values()
+        wanted = [self._literal(text) for text in plan["expected"]]
+        arguments = [self._arguments(text) for text in plan["args"]]
+        for start in range(0, len(wanted), BATCH):
+            group = arguments[start : start + BATCH]
+            results = self._call_many(function, group)
+            for want, reply in zip(wanted[start : start + BATCH], results, strict=False):
+                try:
+                    got = self._value(reply)
+                except Exception as error:
+                    return self._judge_exception(error)
+                if not matches(got, want, plan["compare"], plan["atol"]):
+                    return verdict("wrong", "result_mismatch")
+        return verdict("correct")
+
+    def _call_many(self, function, group):
+        if any(keywords for _, keywords in group):
+            for positional, keywords in group:
+                message = {"do": "call", "h": function._number}
+                self._send(message, positional, keywords)
+                yield self._next_reply()
+            return
+        batch = [self._encode(list(positional)) for positional, _ in group]
+        self._connection.send({"do": "many", "h": function._number, "a": batch})
+        for _ in group:
+            yield self._next_reply()
+
+    def _probe(self):
+        names = {"__builtins__": builtins, **self._bind()}
+        values = []
+        for _ in range(2):
+            try:
+                values.append(canonical(eval(self._plan["expression"], names)))
+            except (CodecError, Exception) as error:  # a refused value is a value too
+                values.append("raised " + type(error).__name__)
+                if isinstance(error, CodecError):
+                    return {**verdict("correct"), "values": ["not plain", "at all"]}
+        return {**verdict("correct"), "values": values}
+
+    def _reference(self):
+        """Values of the reference on its inputs, twice; refusals are named."""
+        (function,) = self._bind().values()
+        try:
+            inputs = [parse_input(text) for text in self._plan["inputs"]]
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return verdict("error", "bad_input")
+        runs = []
+        for _ in range(2):
+            values = []
+            for arguments in inputs:
+                try:
+                    values.append(self.ask({"do": "call", "h": function._number}, arguments, {}))
+                except Exception as error:
+                    name = type(error).__name__
+                    return verdict("error", f"raised_{name}")
+            runs.append(values)
+        try:
+            texts = [[canonical(value) for value in values] for values in runs]
+            literals = [literal(value) for value in runs[0]]
+            given = [[canonical(value) for value in arguments] for arguments in inputs]
+        except CodecError as error:
+            return verdict("error", str(error))
+        if texts[0] != texts[1]:
+            return verdict("wrong", "nondeterministic")
+        if any(len(text) > MAX_LITERAL for text in literals):
+            return verdict("error", "result_too_large")
+        if len(set(texts[0])) < 2:
+            return verdict("wrong", "trivial_constant")
+        width = min(len(arguments) for arguments in given)
+        for place in range(width):
+            if all(row[place] == text for row, text in zip(given, texts[0], strict=True)):
+                return verdict("wrong", "trivial_identity")
+        return {**verdict("correct"), "values": texts[0], "literals": literals}
+
+    # --- texts of the trusted tests -------------------------------------------------------
+
+    def _literal(self, text):
+        try:
+            return ast.literal_eval(text)
+        except (ValueError, SyntaxError):  # data sets also write inf, nan and 'a' * 3
+            return eval(text, {"inf": math.inf, "nan": math.nan})
+
+    def _arguments(self, text):
+        form = self._plan.get("args_form", "sequence")
+        if form == "input":
+            return parse_input(text), {}
+        if form == "call":
+            scope = {"inf": math.inf, "nan": math.nan, "_call": lambda *a, **k: (a, k)}
+            return eval(f"_call({text})", scope)
+        return tuple(self._literal(text)), {}
+
+    # --- talking to the solution ----------------------------------------------------------
+
+    def _bind(self):
+        return {name: self.ask({"do": "get", "n": name}) for name in self._plan["entry_points"]}
+
+    def ask(self, message, arguments=None, keywords=None):
+        """Value of one request; raises the judge's version of whatever was raised there."""
+        self._send(message, arguments, keywords)
+        reply = self._next_reply()
+        value = self._value(reply)
+        if self._plan.get("mutates") and "arguments" in reply and arguments:
+            for own, changed in zip(
+                arguments, decode(reply["arguments"], self._stand_in), strict=False
+            ):
+                copy_back(own, changed)
+        if message["do"] == "get" and isinstance(value, RemoteClass):
+            self._classes.add(value._number)
+        return value
+
+    def _send(self, message, arguments, keywords):
+        if arguments is not None:
+            message["a"] = self._encode(list(arguments))
+            message["k"] = self._encode(keywords)
+        try:
+            self._connection.send(message)
+        except OSError:
+            self._fail("error", "lost")
+
+    def _next_reply(self):
+        while True:
+            try:
+                reply = self._connection.receive()
+            except (EOFError, OSError):
+                self._fail("error", "lost")
+            except CodecError as error:
+                self._fail("wrong", str(error))
+            if type(reply) is not dict:
+                self._fail("error", "broken_frame")
+            if "callback" not in reply:
+                return reply
+            self._answer_callback(reply)
+
+    def _answer_callback(self, message):
+        try:
+            function = self._callbacks[message["callback"]]
+            value = function(*decode(message["a"], self._stand_in))
+            self._connection.send({"value": self._encode(value)})
+        except (CodecError, KeyError, IndexError, TypeError, ValueError, ArithmeticError) as error:
+            self._connection.send({"error": type(error).__name__})
+
+    def _value(self, reply):
+        if "value" in reply:
+            try:
+                return decode(reply["value"], self._stand_in)
+            except CodecError as error:
+                self._fail("wrong", str(error))
+        if "refused" in reply:
+            reason = reply["refused"] if reply["refused"] in REFUSALS else "not_plain"
+            self._fail("error" if reason == "missing_entry_point" else "wrong", reason)
+        raise self._exception(reply.get("error"))
+
+    def _exception(self, body):
+        if type(body) is not dict or type(body.get("mro")) is not list:
+            self._fail("error", "broken_frame")
+        if body.get("import"):
+            syntax = "SyntaxError" in body["mro"] or "ValueError" in body["mro"]
+            self._fail("error", "syntax_error" if syntax else "import_failed")
+        numbers = [own.get("id") for own in body.get("own") or [] if type(own) is dict]
+        own = [self._exceptions[n] for n in numbers if n in self._exceptions]
+        try:
+            given = decode(body.get("args"), self._stand_in)
+        except CodecError:
+            given = None
+        text = str(body.get("text"))[:500]
+        error = local_exception(body["mro"], given, text, own)
+        if isinstance(error, Lost):
+            self._fail("error", "early_exit")
+        error.from_solution = True
+        return error
+
+    def _fail(self, name, reason):
+        self._lost = self._lost or verdict(name, reason)
+        raise Lost(reason)
+
+    def _stand_in(self, body):
+        number = body.get("id") if type(body) is dict else None
+        if type(number) is not int:
+            raise CodecError("broken_frame")
+        if number in self._exceptions:
+            return self._exceptions[number]
+        if number not in self._remotes:
+            mro = body.get("mro")
+            if type(mro) is list and "BaseException" in mro:
+                base = local_exception(mro, None, "", []).__class__
+                if issubclass(base, Exception):
+                    name = str(body.get("class"))[:80]
+                    self._exceptions[number] = type(name, (base,), {})
+                    return self._exceptions[number]
+            if type(mro) is list:
+                self._remotes[number] = RemoteClass(self, number, True)
+            else:
+                self._remotes[number] = Remote(self, number, body.get("of") in self._classes)
+        return self._remotes[number]
+
+    def _encode(self, value):
+        return encode(value, self._own_handle)
+
+    def _own_handle(self, value):
+        if isinstance(value, Remote):
+            return {"id": value._number}
+        if callable(value):
+            self._callbacks.append(value)
+            return {"callback": len(self._callbacks) - 1}
+        raise CodecError("verifier_error")
+
+
+REFUSALS = ("missing_entry_point", "result_too_large", "too_deep", "not_plain")
+
+
+def parse_input(text):
+    """Argument tuple of one input line: ``3, [1]`` and ``(3, [1])`` are two arguments."""
+    value = ast.literal_eval(text.strip())
+    return value if type(value) is tuple else (value,)
+
+
+def matches(got, want, compare, atol):
+    """Whether a result meets the expected value of an io test (``set``, ``not_none``, ``eq``)."""
+    if compare == "not_none":
+        return got == want if type(got) is bool else (got is not None) == want
+    if compare == "set":
+        try:
+            return set(got) == set(want)
+        except TypeError:
+            return False
+    return _equal(got, want, atol)
+
+
+def _equal(got, want, atol):
+    if isinstance(got, Remote):
+        return False
+    numbers = (int, float)
+    if type(got) in numbers and type(want) in numbers:
+        if got == want or (got != got and want != want):
+            return True
+        return bool(atol) and abs(got - want) <= atol + 1e-7 * abs(want)
+    if type(got) is not type(want):
+        return bool(got == want)
+    if type(got) in (list, tuple):
+        return len(got) == len(want) and all(
+            _equal(a, b, atol) for a, b in zip(got, want, strict=True)
+        )
+    if type(got) is dict:
+        return got.keys() == want.keys() and all(_equal(got[k], want[k], atol) for k in want)
+    return bool(got == want)
+
+
+def copy_back(own, changed):
+    """Make an argument of the tests look as the solution left it."""
+    if type(own) is not type(changed):
+        return
+    if type(own) in (list, bytearray):
+        own[:] = changed
+    elif type(own).__name__ == "deque" or type(own) in (dict, set):
+        own.clear()
+        (own.extend if hasattr(own, "extend") else own.update)(changed)
+
+
+def literal(value):
+    """Python literal of plain data, one text per value; CodecError for anything else."""
+    kind = type(value)
+    if kind is float and not math.isfinite(value):
+        raise CodecError("not_plain")
+    if value is None or kind in (bool, int, float, str, bytes, complex):
+        return repr(value)
+    if kind is list:
+        return "[" + ", ".join(map(literal, value)) + "]"
+    if kind is tuple:
+        return "(" + ", ".join(map(literal, value)) + (",)" if len(value) == 1 else ")")
+    if kind is set:
+        return "{" + ", ".join(sorted(map(literal, value))) + "}" if value else "set()"
+    if kind is dict:
+        pairs = (f"{literal(key)}: {literal(item)}" for key, item in value.items())
+        return "{" + ", ".join(pairs) + "}"
+    raise CodecError("not_plain")
+

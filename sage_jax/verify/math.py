@@ -1,0 +1,172 @@
+"""Maths verdicts: the ladder from equal spelling to equal value. Runs inside a worker process.
+
+Sources for the last rung only: math-verify (Apache-2.0), for shapes the own grammar does not
+know. No text of a model is ever given to eval, sympify or parse_expr from here.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from sage_jax.verify.answers import choice, constants, equal
+from sage_jax.verify.equivalence import GoldUndefined
+from sage_jax.verify.evaluate import Undefined, numeric
+from sage_jax.verify.extract import extract
+from sage_jax.verify.normalise import GuardError, clean, guard, squeeze, words
+from sage_jax.verify.structure import Raw, Text, Value, read
+
+# Never worth a value: what restates a problem, and what only another parser would misread.
+UNEVALUATED = re.compile(r"\\(?:sum|prod|int|iint|oint|lim|det|begin\{vmatrix|max|min|sup|inf)\b")
+_SUSPECT = re.compile(r"__|[\"`;@#]|lambda|import|eval|exec|open|\\text|[A-Za-z]{4,}|_|:")
+_MACRO_NAME = re.compile(r"\\[a-zA-Z]+")
+
+
+def judge(
+    gold: str,
+    prediction: str,
+    *,
+    question: str | None = None,
+    tolerance: float | None = None,
+    policy: str = "reward",
+    enter: Callable[[str], None] = lambda stage: None,
+    loading: Callable[[bool], None] = lambda begin: None,
+) -> tuple[str, str]:
+    """Verdict and reason for one prediction against one gold.
+
+    ``enter`` is told when the work turns from the gold to the prediction, ``loading`` when a
+    library is imported; both let the parent keep a fair clock.
+    """
+    try:
+        gold_text = clean(_unwrapped(gold))
+        guard(gold_text)
+    except GuardError:
+        return "error", "gold_unparsable"
+    if not gold_text:
+        return "error", "gold_unparsable"
+    gold_shapes = read(gold_text)
+    enter("prediction")
+    answer = extract(prediction, policy)
+    if answer is None:
+        return "unparsable", "no_answer"
+    try:
+        guard(answer)
+        text = clean(answer)
+        guard(text)
+    except GuardError as error:
+        return "wrong", str(error)
+    if not text:
+        return "unparsable", "no_answer"
+    if squeeze(text) == squeeze(gold_text):
+        return "correct", "same_text"
+    if question is not None and restates(text, question):
+        return "wrong", "restates_question"
+    chosen = choice(gold_text, text)
+    if chosen is not None:
+        return ("correct", "choice") if chosen else ("wrong", "choice")
+    return _by_value(gold_text, gold_shapes, text, tolerance, loading)
+
+
+def _by_value(gold_text, gold_shapes, text, tolerance, loading) -> tuple[str, str]:
+    shapes = read(text)
+    undefined_gold = False
+    unknown = False
+    for gold_shape in gold_shapes:
+        for shape in shapes:
+            try:
+                verdict = equal(gold_shape, shape, tolerance)
+            except GoldUndefined:
+                undefined_gold = True
+                continue
+            if verdict:
+                return "correct", "same_value"
+            unknown = unknown or verdict is None
+    if undefined_gold:
+        return "error", "gold_unparsable"
+    if not unknown:
+        return "wrong", "different"
+    if words(gold_text) == words(text) and words(text):
+        return "correct", "same_words"
+    if _suits_library(gold_text) and _suits_library(text):
+        if library_equal(gold_text, text, loading):
+            return "correct", "library"
+        return "wrong", "different"
+    return ("unparsable", "not_understood") if _raw(shapes[0]) else ("wrong", "different")
+
+
+def judge_key(answer: str) -> tuple[str, str]:
+    """``correct`` if a proposed key stands for one definite value, else why it does not."""
+    try:
+        guard(answer)
+        text = clean(_unwrapped(answer))
+        guard(text)
+    except GuardError as error:
+        return "unparsable", str(error)
+    if not text:
+        return "unparsable", "empty"
+    if UNEVALUATED.search(text):
+        return "unparsable", "unevaluated"
+    shape = read(text)[0]
+    if isinstance(shape, Text | Raw):
+        return "unparsable", "no_value"
+    nodes = constants(shape)
+    if nodes is None:
+        return "unparsable", "not_definite"
+    try:
+        for node in nodes:
+            numeric(node)
+    except Undefined:
+        return "unparsable", "undefined"
+    return "correct", ""
+
+
+def restates(text: str, question: str) -> bool:
+    """Whether a composed answer stands in the question as it is: then it shows no work."""
+    if len(question) > 20_000:
+        question = question[:20_000]
+    shape = read(text)[0]
+    if isinstance(shape, Text):
+        return False
+    if isinstance(shape, Value) and shape.node[0] in ("num", "dec", "var", "const"):
+        return False
+    if isinstance(shape, Value) and shape.node[0] == "neg" and shape.node[1][0] in ("num", "dec"):
+        return False
+    needle = squeeze(text)
+    spread = squeeze(clean(question))
+    return len(needle) > 1 and needle in spread
+
+
+def _unwrapped(gold: str) -> str:
+    """A gold may come boxed or in dollars; nothing is searched for in it."""
+    return gold if "\\boxed" not in gold else (extract(gold, "reward") or "")
+
+
+def _raw(shape) -> bool:
+    return isinstance(shape, Raw)
+
+
+def _suits_library(text: str) -> bool:
+    """Whether a text may be shown to math-verify: no words, no code, nothing unevaluated."""
+    if len(text) > 300 or UNEVALUATED.search(text):
+        return False
+    if re.search(r"\d{30}|!\s*\)?\s*!|\^\s*\{?[^{}]*\^|\^\s*\{?\s*\d{4}", text):
+        return False
+    return not _SUSPECT.search(_MACRO_NAME.sub("", text))
+
+
+def library_equal(gold: str, text: str, loading: Callable[[bool], None]) -> bool:
+    """The verdict of math-verify, for shapes unknown here; its limits are ours, not alarms."""
+    loading(True)
+    from math_verify import parse, verify
+
+    loading(False)
+    try:
+        parsed = [
+            parse(f"\\boxed{{{part}}}", parsing_timeout=None, raise_on_error=True)
+            for part in (gold, text)
+        ]
+        if not all(parsed):
+            return False
+        return bool(verify(*parsed, timeout_seconds=None, raise_on_error=True))
+    except Exception:  # a parser and a computer algebra system can raise anything at all
+        return False
