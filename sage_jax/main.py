@@ -69,7 +69,7 @@ def parse(argv: list[str]) -> None:
 def main(argv: list[str]) -> int:
     """Exit code: 0 done, 1 some input lines were bad, 2 usage or config, 143 saved on SIGTERM."""
     from sage_jax.tasks.sources import SourceError
-    from sage_jax.verify import SandboxError
+    from sage_jax.verify import IsolationError
 
     try:
         parse(argv)
@@ -82,7 +82,7 @@ def main(argv: list[str]) -> int:
         workdir = Path(WORKDIR.value or f"runs/{name}")
         job = modes.Job(config, overrides, workdir, Path(INPUT.value), Path(OUTPUT.value))
         return modes.MODES[MODE.value](job, StopRequest())
-    except (UsageError, schema.ConfigError, SourceError, SandboxError) as error:
+    except (UsageError, schema.ConfigError, SourceError, IsolationError) as error:
         print(f"sage_jax: {error}", file=sys.stderr)
         return 2
 

@@ -248,7 +248,7 @@ def make_programs(settings: SftSettings, cfg: QwenConfig, tx: optax.GradientTran
     def accumulate(params, acc, micro: MicroBatch, count):
         return jax.tree.map(jnp.add, acc, jax.value_and_grad(loss)(params, micro, count))
 
-    @partial(jax.jit, donate_argnums=(0, 1))
+    @partial(jax.jit, donate_argnums=0)
     def finish(state: State, acc):
         total, grads = acc
         updates, opt_state = tx.update(grads, state.opt_state, state.params)

@@ -64,7 +64,7 @@ def table(run: Run, workdir: Path) -> str:
         "tasks": f"{len(run.pool.seeds)} seeds, {len(run.pool.admitted)} admitted, "
         f"{len(run.valid)} for validation"
         + (f", {len(run.pool.refused_seeds)} seeds refused" if run.pool.refused_seeds else ""),
-        "sandbox": run.verifier.isolation,
+        "sandbox": run.verifier.isolation_report,
         "versions": versions(),
     }
     return "\n".join(f"{name:>14}  {text}" for name, text in lines.items())

@@ -9,7 +9,7 @@ from sage_jax.roles import load_prompts
 from sage_jax.rollout.engine import Completion
 from sage_jax.tasks.pool import Pool
 from sage_jax.tasks.task import Task
-from sage_jax.verify.verdict import Verdict
+from sage_jax.verify import Verdict
 
 STOP = 0
 MATH_PROPOSAL = "<question>What is {n} plus {n}?</question><answer>{n}+{n}</answer>"

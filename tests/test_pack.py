@@ -67,7 +67,7 @@ def test_padding_share_counts_empty_rows_and_pads():
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
-        (row("x", 5, 4), r"row 'x': 9 tokens \(prompt 5 \+ completion 4\).*update.buckets, 8"),
+        (row("x", 5, 4), r"row 'x': 9 tokens \(prompt 5 \+ completion 4\).*optim.buckets, 8"),
         (row("x", role="judge"), "row 'x': role='judge'"),
         (row("x", prompt=0), "row 'x': prompt is empty"),
         (row("x", advantage=float("nan")), "row 'x': advantage=nan"),
@@ -83,9 +83,9 @@ def test_bad_rows_are_named_with_the_field(bad, message):
 
 
 def test_bad_settings_are_named():
-    with pytest.raises(ValueError, match=r"update.buckets=\[\]"):
+    with pytest.raises(ValueError, match=r"optim.buckets=\[\]"):
         pack([], ROLES, [], 2)
-    with pytest.raises(ValueError, match="update.micro_rows=0"):
+    with pytest.raises(ValueError, match="optim.micro_rows=0"):
         pack([], ROLES, [8], 0)
 
 

@@ -7,15 +7,10 @@ import numpy as np
 import pytest
 
 from sage_jax.core.mesh import UPDATE_RULES, Layout, make_mesh
-from sage_jax.learn.optimizer import UpdateSettings, make_optimizer, make_schedule
+from sage_jax.learn.objective import completion_mask
+from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.learn.pack import TrainRow, pack
-from sage_jax.learn.update import (
-    Update,
-    completion_mask,
-    host_metrics,
-    init_state,
-    micro_objective,
-)
+from sage_jax.learn.update import Update, host_metrics, init_state
 from sage_jax.models import qwen
 
 ROLES = ("challenger", "planner", "solver", "critic")
@@ -34,7 +29,8 @@ CFG = qwen.QwenConfig(
     tie_embeddings=True,
     qk_norm=True,
 )
-SETTINGS = UpdateSettings(lr=1e-2, chunk=16)
+# With a usual eps Adam would blow rounding of tiny gradients up to full steps.
+SETTINGS = UpdateSettings(lr=1e-2, eps=1e-3, chunk=16)
 
 
 def make_rows(count=16, seed=0, longest=10):
@@ -92,116 +88,6 @@ def assert_trees_close(got, want, **tolerance):
 
 def assert_trees_equal(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
-
-
-def objective(logp_bt, micro, role_tokens, settings=SETTINGS, weights=(1, 1, 1, 1), **kwargs):
-    entropy_bt = kwargs.get("entropy_bt", jnp.ones_like(logp_bt))
-    return micro_objective(
-        logp_bt,
-        entropy_bt,
-        kwargs.get("ref_logp_bt"),
-        jax.tree.map(jnp.asarray, micro),
-        jnp.asarray(role_tokens),
-        jnp.array(weights, jnp.float32),
-        settings,
-    )
-
-
-# What the loss is made of.
-
-
-def test_gradient_reaches_every_completion_token_with_its_eos_and_nothing_else():
-    packed = pack([row for row in make_rows(6)], ROLES, [16], 8)
-    micro = packed.micros[0]
-    logp_bt = jnp.full(micro.tokens_bt.shape, -1.0)
-    grad_bt = jax.grad(lambda x: objective(x, micro, packed.role_tokens)[0])(logp_bt)
-    expected_bt = np.zeros(logp_bt.shape, bool)
-    rows = {row.id: row for row in make_rows(6)}
-    for b, id in enumerate(packed.ids[0]):
-        prompt, row = len(rows[id].prompt), rows[id]
-        expected_bt[b, prompt : prompt + len(row.completion)] = True
-        assert micro.tokens_bt[b, row.length - 1] == EOS and expected_bt[b, row.length - 1]
-    np.testing.assert_array_equal(np.asarray(grad_bt) != 0, expected_bt)
-    np.testing.assert_array_equal(completion_mask(micro), expected_bt)
-
-
-def test_pad_id_equal_to_eos_is_still_trained():
-    eos_is_pad = TrainRow("a", "solver", [0, 3], [5, 0], [-1.0, -1.0], 1.0)
-    micro = pack([eos_is_pad], ROLES, [6], 1).micros[0]
-    assert completion_mask(micro).tolist() == [[False, False, True, True, False, False]]
-
-
-def test_loss_is_the_sum_of_role_token_means_with_their_weights():
-    rows = [
-        TrainRow("a", "solver", [1], [1, 2, 3], [0.0] * 3, 2.0),
-        TrainRow("b", "solver", [1], [1], [0.0], -1.0),
-        TrainRow("c", "critic", [1], [1, 2], [0.0] * 2, 0.5),
-    ]
-    packed = pack(rows, ROLES, [4], 4)
-    logp_bt = jnp.zeros((4, 4))
-    loss, (sums, _) = objective(
-        logp_bt, packed.micros[0], packed.role_tokens, weights=(1, 1, 0.5, 2)
-    )
-    solver, critic = -(3 * 2.0 - 1.0) / 4, -0.5
-    np.testing.assert_allclose(loss, 0.5 * solver + 2 * critic, rtol=1e-6)
-    assert sums["tokens_r"].tolist() == [0, 0, 4, 2]
-
-
-def test_nan_outside_the_completion_reaches_neither_loss_nor_gradient():
-    packed = pack(make_rows(3), ROLES, [16], 4)
-    micro = packed.micros[0]
-    hole_bt = jnp.where(completion_mask(micro), 0.0, jnp.nan)
-    micro = micro._replace(sampler_logp_bt=micro.sampler_logp_bt + hole_bt)
-    settings = replace(SETTINGS, importance_cap=2.0, entropy_coef=0.1, kl_coef=0.1)
-
-    def loss(logp_bt):
-        return objective(
-            logp_bt,
-            micro,
-            packed.role_tokens,
-            settings,
-            entropy_bt=-logp_bt,
-            ref_logp_bt=hole_bt - 1,
-        )
-
-    (value, (sums, maxima)), grad_bt = jax.value_and_grad(loss, has_aux=True)(hole_bt - 2)
-    assert jnp.isfinite(value) and jnp.isfinite(grad_bt).all()
-    assert all(jnp.isfinite(x).all() for x in [*sums.values(), *maxima.values()])
-
-
-def test_entropy_bonus_and_kl_enter_with_their_coefficients():
-    packed = pack([TrainRow("a", "solver", [1], [1, 2], [0.0] * 2, 0.0)], ROLES, [4], 1)
-    args = (jnp.zeros((1, 4)), packed.micros[0], packed.role_tokens)
-    bonus, _ = objective(*args, replace(SETTINGS, entropy_coef=0.1), entropy_bt=jnp.full((1, 4), 3))
-    np.testing.assert_allclose(bonus, -0.3, rtol=1e-6)
-    kl, (sums, _) = objective(
-        *args, replace(SETTINGS, kl_coef=0.5), ref_logp_bt=jnp.full((1, 4), -1.0)
-    )
-    np.testing.assert_allclose(kl, 0.5 * np.exp(-1), rtol=1e-6)
-    np.testing.assert_allclose(sums["kl"], 2 * np.exp(-1), rtol=1e-6)
-
-
-def test_importance_weights_are_truncated_and_off_by_default():
-    row = TrainRow("a", "solver", [1], [1, 2], [np.log(0.5), np.log(0.01)], 1.0)
-    packed = pack([row], ROLES, [3], 1)
-    logp_bt = jnp.log(jnp.array([[1.0, 0.25, 0.25]]))
-    off, _ = objective(logp_bt, packed.micros[0], packed.role_tokens)
-    on, _ = objective(
-        logp_bt, packed.micros[0], packed.role_tokens, replace(SETTINGS, importance_cap=2.0)
-    )
-    np.testing.assert_allclose([off, on], [-1.0, -(0.5 + 2) / 2], rtol=1e-6)
-
-
-def test_stored_old_logps_give_the_ratio_and_the_clip_share():
-    row = TrainRow("a", "solver", [1], [1, 2], [0.0, 0.0], 1.0)
-    packed = pack([row], ROLES, [3], 1)
-    micro = packed.micros[0]._replace(old_logp_bt=jnp.log(jnp.array([[9.0, 1.0, 2.0]])))
-    loss, (sums, maxima) = objective(
-        jnp.log(jnp.array([[1.0, 1.0, 8.0]])), micro, packed.role_tokens
-    )
-    np.testing.assert_allclose(loss, -(1 + 1.28) / 2, rtol=1e-6)
-    np.testing.assert_allclose(maxima["ratio"], 4.0, rtol=1e-6)
-    assert float(sums["clipped"]) == 1
 
 
 # The split into micro-batches, buckets and devices.
@@ -264,10 +150,9 @@ def test_sharded_update_equals_the_single_device_one(fresh, sizes, buckets):
     update, state = make_update(layout=layout)
     placed = jax.tree.map(lambda x: x.sharding, state)
     acc = gradients(update, state, packed)
-    assert_trees_close(acc.grads, want_acc.grads, atol=2e-6, rtol=1e-5)
+    assert_trees_close(acc.grads, want_acc.grads, atol=1e-6, rtol=1e-5)
     got, metrics = update.step(state, packed)
-    # Adam divides by the gradient's size, so tiny differences of tiny gradients grow.
-    assert_trees_close(got.params, want.params, atol=2e-4)
+    assert_trees_close(got.params, want.params, atol=1e-5)
     for name, value in host_metrics(want_metrics).items():
         np.testing.assert_allclose(host_metrics(metrics)[name], value, rtol=1e-4, err_msg=name)
     assert jax.tree.map(lambda x: x.sharding, got) == placed
@@ -335,7 +220,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_explained(fresh):
     assert_trees_equal(after.opt_state, before.opt_state)
     assert (after.step, after.skipped) == (1, 1)
     shown = host_metrics(metrics)
-    assert shown["skipped"] == 1 and "grad_norm" not in shown and "loss" not in shown
+    assert shown["skipped_updates"] == 1 and "grad_norm" not in shown and "loss" not in shown
     message = update.explain_skip(state, bad)
     assert message.startswith(f"rows {', '.join(good.ids[1])}: not finite in loss, ")
     assert "gradient['layers']['q_proj']" in message and update.explain_skip(state, good) == ""
@@ -357,7 +242,7 @@ def test_metrics_come_from_the_arrays_of_the_loss(fresh):
     shown = host_metrics(metrics)
     np.testing.assert_allclose(shown["logp_gap/mean"], np.concatenate(gaps).mean(), rtol=1e-4)
     np.testing.assert_allclose(shown["logp_gap/max"], np.concatenate(gaps).max(), rtol=1e-4)
-    assert shown["ratio/max"] == 1.0 and shown["clip/share"] == 0.0 and shown["skipped"] == 0
+    assert shown["ratio/max"] == 1.0 and shown["clip_share"] == 0.0 and shown["skipped_updates"] == 0
     token_mean = {
         role: np.average(
             [r.advantage for r in rows if r.role == role],
@@ -383,7 +268,7 @@ def test_a_second_epoch_has_ratios_off_one_and_the_first_has_them_at_one(fresh):
     np.testing.assert_allclose(host_metrics(first)["ratio/max"], 1.0, atol=1e-5)
     _, second = update.step(state, packed)
     assert host_metrics(second)["ratio/max"] > 1.01
-    assert host_metrics(second)["clip/share"] > 0
+    assert host_metrics(second)["clip_share"] > 0
 
 
 def test_kl_pulls_back_to_the_reference_and_vanishes_at_it():
@@ -412,72 +297,35 @@ def test_bf16_compute_keeps_float32_gradients_near_the_float32_ones(single):
         assert 0.98 < a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) < 1
 
 
-def test_no_array_over_all_positions_and_the_vocabulary_exists():
-    vocab, rows, length = 4099, 4, 32
+def vocab_array_sizes(vocab, local_vocab, layout=None):
+    """Elements of every array with a vocabulary axis in the compiled gradient program."""
     cfg = replace(CFG, vocab_size=vocab)
     settings = UpdateSettings(chunk=16, entropy_coef=0.1)
     tx = make_optimizer(settings, 10)
-    state = init_state(qwen.init(cfg, jax.random.key(0)), tx)
-    update = Update(cfg, settings, ROLES, tx, state)
+    state = init_state(qwen.init(cfg, jax.random.key(0), layout=layout), tx)
+    update = Update(cfg, settings, ROLES, tx, state, layout)
     row = TrainRow("a", "solver", [1] * 10, [2] * 22, [-1.0] * 22, 1.0)
-    packed = pack([row], ROLES, [length], rows)
-    acc = jax.eval_shape(update.zeros, state)
-    lowered = update.accumulate.lower(state, acc, packed.micros[0], packed.role_tokens)
-    compiled = lowered.compile().as_text()
-    sizes = {
-        np.prod([int(n) for n in dims.split(",")])
+    packed = pack([row], ROLES, [32], 4)
+    counts = update.place_counts(packed.role_tokens)
+    args = state, update.zeros(state), update.place(packed.micros[0]), counts
+    compiled = update.accumulate.lower(*args).compile().as_text()
+    shapes = {
+        tuple(int(n) for n in dims.split(","))
         for dims in re.findall(r"\b[a-z]+[0-9]*\[([0-9,]+)\]", compiled)
-        if str(vocab) in dims.split(",")
     }
-    # 16 positions a chunk: the probe must see those, and nothing of twice the size.
-    assert max(sizes) == 16 * vocab < rows * length * vocab / 4
+    assert not any(local_vocab < n <= vocab for shape in shapes for n in shape)
+    return {np.prod(shape) for shape in shapes if local_vocab in shape}
 
 
-# Settings.
+def test_no_array_over_all_positions_and_the_vocabulary_exists():
+    # 4 rows x 32 positions in chunks of 16: the probe must see a chunk, and nothing larger.
+    assert max(vocab_array_sizes(4100, 4100)) == 16 * 4100
 
 
-def test_schedule_warms_up_within_the_run_and_decays_to_zero():
-    settings = UpdateSettings(lr=1.0, warmup_steps=4)
-    rate = make_schedule(settings, 12)
-    np.testing.assert_allclose([rate(s) for s in (0, 1, 3, 4, 11)], [0.25, 0.5, 1, 1, 1])
-    rate = make_schedule(replace(settings, schedule="cosine"), 12)
-    np.testing.assert_allclose([rate(s) for s in (3, 4, 8, 12)], [1, 1, 0.5, 0], atol=1e-6)
-    rate = make_schedule(replace(settings, schedule="linear"), 12)
-    np.testing.assert_allclose([rate(s) for s in (4, 6, 12, 99)], [1, 0.75, 0, 0], atol=1e-6)
-    np.testing.assert_allclose(make_schedule(UpdateSettings(), 200)(0), 3e-6, rtol=1e-6)
-    with pytest.raises(ValueError, match="update.warmup_steps=4 exceeds train.steps=3"):
-        make_schedule(settings, 3)
-
-
-def test_gradients_are_clipped_by_their_global_norm_before_adam_sees_them():
-    grads = {"a": jnp.array([3.0, 0.0]), "b": jnp.array([4.0])}
-    params = jax.tree.map(jnp.zeros_like, grads)
-    for clip_norm, first_moment in ((1.0, 0.06), (0.0, 0.3)):
-        tx = make_optimizer(UpdateSettings(clip_norm=clip_norm), 10)
-        _, opt_state = tx.update(grads, tx.init(params), params)
-        moments = [x for x in jax.tree.leaves(opt_state) if x.ndim]
-        np.testing.assert_allclose(moments[0], [first_moment, 0], rtol=1e-5)
-
-
-def test_all_bad_settings_are_reported_at_once():
-    with pytest.raises(
-        ValueError, match=r"update.lr=0.*update.schedule='step'.*update.dual_clip=1"
-    ):
-        UpdateSettings(lr=0, schedule="step", dual_clip=1.0)
-
-
-def test_settings_that_do_not_fit_the_run_are_named():
-    tx = make_optimizer(SETTINGS, 10)
-    state = init_state(make_params(), tx)
-    with pytest.raises(ValueError, match="role_weights names judge"):
-        Update(CFG, replace(SETTINGS, role_weights={"judge": 1.0}), ROLES, tx, state)
-    with pytest.raises(ValueError, match="update.kl_coef=0.1 needs reference"):
-        Update(CFG, replace(SETTINGS, kl_coef=0.1), ROLES, tx, state)
-    half = {**make_params(), "final_norm": jnp.ones(8, jnp.bfloat16)}
-    with pytest.raises(ValueError, match=r"\['final_norm'\] is bfloat16"):
-        init_state(half, tx)
-    with pytest.raises(ValueError, match="no row to train on"):
-        Update(CFG, SETTINGS, ROLES, tx, state).step(state, pack([], ROLES, [8], 2))
+@pytest.mark.multidevice
+def test_the_sharded_head_is_never_gathered():
+    layout = Layout(make_mesh(2, 1, 4), UPDATE_RULES)
+    assert max(vocab_array_sizes(4100, 1025, layout)) == 16 // 2 * 1025
 
 
 def test_role_weights_of_the_settings_reach_the_gradient(single):
@@ -497,3 +345,17 @@ def test_role_weights_of_the_settings_reach_the_gradient(single):
     }
     want = jax.tree.map(lambda x, y: x + 2 * y, parts["challenger"].grads, parts["solver"].grads)
     assert_trees_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_settings_that_do_not_fit_the_run_are_named():
+    tx = make_optimizer(SETTINGS, 10)
+    state = init_state(make_params(), tx)
+    with pytest.raises(ValueError, match="role_weights names judge"):
+        Update(CFG, replace(SETTINGS, role_weights={"judge": 1.0}), ROLES, tx, state)
+    with pytest.raises(ValueError, match="optim.kl_coef=0.1 needs reference"):
+        Update(CFG, replace(SETTINGS, kl_coef=0.1), ROLES, tx, state)
+    half = {**make_params(), "final_norm": jnp.ones(8, jnp.bfloat16)}
+    with pytest.raises(ValueError, match=r"\['final_norm'\] is bfloat16"):
+        init_state(half, tx)
+    with pytest.raises(ValueError, match="no row to train on"):
+        Update(CFG, SETTINGS, ROLES, tx, state).step(state, pack([], ROLES, [8], 2))

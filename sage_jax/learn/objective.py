@@ -1,9 +1,21 @@
-"""Per-token terms of the training loss; reductions and role weights live in update.py."""
+"""The training loss: per-token terms, and their reduction over a micro-batch.
+
+Sums over tokens are divided by counts of the whole update, so that the split into micro-batches,
+buckets and devices changes nothing:
+
+    loss = sum over roles of weight_role / tokens_role * (sum of the role's token losses)
+"""
 
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+
+from sage_jax.core.masked import masked_max, masked_sum
+from sage_jax.learn.optimizer import UpdateSettings
+from sage_jax.learn.pack import MicroBatch
+
+Metrics = dict[str, jax.Array]
 
 
 class PolicyTerms(NamedTuple):
@@ -31,7 +43,7 @@ def policy_loss(
     that already became much more likely. dual_clip must be above 1.
     """
     if not dual_clip > 1:
-        raise ValueError(f"update.dual_clip={dual_clip} must be above 1 (3 is usual)")
+        raise ValueError(f"optim.dual_clip={dual_clip} must be above 1 (3 is usual)")
     ratio = jnp.exp(jnp.clip(logp - old_logp, -20.0, 20.0))
     plain = -adv * ratio
     bounded = -adv * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
@@ -63,3 +75,68 @@ def importance_weight(old_logp: jax.Array, sampler_logp: jax.Array, cap: float) 
     """
     gap = jax.lax.stop_gradient(old_logp - sampler_logp)
     return jnp.minimum(jnp.exp(jnp.clip(gap, -20.0, 20.0)), cap)
+
+
+def completion_mask(micro: MicroBatch) -> jax.Array:
+    """True [b, t] at the tokens the model generated, its stop token included; from lengths only."""
+    position_1t = jnp.arange(micro.tokens_bt.shape[1])[None]
+    return (position_1t >= micro.prompt_length_b[:, None]) & (position_1t < micro.length_b[:, None])
+
+
+def micro_objective(
+    logp_bt: jax.Array,
+    entropy_bt: jax.Array,
+    ref_logp_bt: jax.Array | None,
+    micro: MicroBatch,
+    role_tokens_r: jax.Array,
+    role_weights_r: jax.Array,
+    settings: UpdateSettings,
+) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
+    """This micro-batch's part of the loss, and (sums, maxima) over its tokens for the metrics.
+
+    `role_tokens_r` counts the completion tokens of each role in the whole update.
+    """
+    mask_bt = completion_mask(micro)
+
+    def keep(x_bt: jax.Array) -> jax.Array:
+        # Before any arithmetic: 0 times the gradient of an overflow would be NaN.
+        return jnp.where(mask_bt, x_bt, 0.0)
+
+    logp_bt, entropy_bt, sampler_bt = keep(logp_bt), keep(entropy_bt), keep(micro.sampler_logp_bt)
+    old_bt = jax.lax.stop_gradient(logp_bt)
+    if micro.old_logp_bt is not None:
+        old_bt = keep(micro.old_logp_bt)
+    bounds = settings.clip_low, settings.clip_high, settings.dual_clip
+    terms = policy_loss(logp_bt, old_bt, keep(micro.adv_b[:, None]), *bounds)
+    loss_bt, kl_bt, weight_bt = terms.loss, jnp.zeros_like(logp_bt), jnp.ones_like(logp_bt)
+    if settings.importance_cap:
+        weight_bt = importance_weight(old_bt, sampler_bt, settings.importance_cap)
+        loss_bt *= weight_bt
+    if settings.entropy_coef:
+        loss_bt -= settings.entropy_coef * entropy_bt
+    if ref_logp_bt is not None:
+        kl_bt = kl_k3(logp_bt, keep(ref_logp_bt))
+        loss_bt += settings.kl_coef * kl_bt
+    scale_r = role_weights_r / jnp.maximum(role_tokens_r, 1)
+    loss = masked_sum(loss_bt * scale_r[micro.role_b][:, None], mask_bt)
+    gap_bt = jnp.abs(logp_bt - sampler_bt)
+    per_token = {
+        "gap": gap_bt,
+        "clipped": terms.clipped,
+        "dual_clipped": terms.dual_clipped,
+        "weight": weight_bt,
+        "kl": kl_bt,
+    }
+    sums = {name: masked_sum(x_bt.astype(jnp.float32), mask_bt) for name, x_bt in per_token.items()}
+    sums["loss"] = loss
+    sums["tokens_r"] = _sum_by_role(jnp.ones_like(logp_bt), mask_bt, micro.role_b, role_tokens_r)
+    sums["entropy_r"] = _sum_by_role(entropy_bt, mask_bt, micro.role_b, role_tokens_r)
+    maxima = {"ratio": masked_max(terms.ratio, mask_bt), "gap": masked_max(gap_bt, mask_bt)}
+    return loss, jax.lax.stop_gradient((sums, maxima))
+
+
+def _sum_by_role(
+    x_bt: jax.Array, mask_bt: jax.Array, role_b: jax.Array, like_r: jax.Array
+) -> jax.Array:
+    role_rb = jnp.arange(like_r.size)[:, None] == role_b[None]
+    return jnp.where(role_rb, masked_sum(x_bt, mask_bt, axis=1)[None], 0.0).sum(axis=1)

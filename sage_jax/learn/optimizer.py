@@ -65,7 +65,7 @@ class UpdateSettings:
             "remat": self.remat in ("none", "full", "dots"),
             "dtype": self.dtype in ("float32", "bfloat16"),
         }
-        bad = [f"update.{name}={getattr(self, name)!r}" for name, ok in bounds.items() if not ok]
+        bad = [f"optim.{name}={getattr(self, name)!r}" for name, ok in bounds.items() if not ok]
         if bad:
             raise ValueError(f"out of range: {', '.join(bad)}; see UpdateSettings for the bounds")
 
@@ -78,7 +78,7 @@ def make_schedule(settings: UpdateSettings, total_steps: int) -> optax.Schedule:
     warmup = settings.warmup_steps
     if warmup > total_steps:
         raise ValueError(
-            f"update.warmup_steps={warmup} exceeds train.steps={total_steps}: the run would end "
+            f"optim.warmup_steps={warmup} exceeds train.steps={total_steps}: the run would end "
             "before the learning rate is reached; lower it"
         )
 

@@ -110,9 +110,9 @@ def _micro_batch(
 
 def _check_settings(buckets: Sequence[int], micro_rows: int) -> None:
     if not buckets or min(buckets) < 2:
-        raise ValueError(f"update.buckets={list(buckets)} needs sizes of at least 2 tokens")
+        raise ValueError(f"optim.buckets={list(buckets)} needs sizes of at least 2 tokens")
     if micro_rows < 1:
-        raise ValueError(f"update.micro_rows={micro_rows} must be at least 1")
+        raise ValueError(f"optim.micro_rows={micro_rows} must be at least 1")
 
 
 def _check_rows(rows: Sequence[TrainRow], roles: Sequence[str], longest: int) -> None:
@@ -126,7 +126,7 @@ def _check_rows(rows: Sequence[TrainRow], roles: Sequence[str], longest: int) ->
         if row.length > longest:
             raise ValueError(
                 f"row {row.id!r}: {row.length} tokens (prompt {len(row.prompt)} + completion "
-                f"{len(row.completion)}) do not fit the largest of update.buckets, {longest}; "
+                f"{len(row.completion)}) do not fit the largest of optim.buckets, {longest}; "
                 "add a larger bucket or lower the prompt or completion limit"
             )
         if not row.prompt:

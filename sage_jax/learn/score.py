@@ -34,7 +34,7 @@ def token_logps(
     [b, t, vocab]. A chunk takes positions of every row, so rows sharded over devices stay put.
     """
     if chunk < 1:
-        raise ValueError(f"update.chunk={chunk} must be at least 1 position")
+        raise ValueError(f"optim.logit_chunk={chunk} must be at least 1 position")
     hidden_btd = qwen.forward(params, cfg, tokens_bt, dtype=dtype, layout=layout, remat=remat)
     rows, length = tokens_bt.shape
     width = min(max(chunk // rows, 1), max(length - 1, 1))

@@ -1,10 +1,4 @@
-"""One optimizer update: micro-batches accumulated on device, then one sharded Optax step.
-
-Loss terms are sums over tokens divided by counts of the whole update, so that the split into
-micro-batches, buckets and devices changes nothing:
-
-    loss = sum over roles of weight_role / tokens_role * (sum of the role's token losses)
-"""
+"""One optimizer update: micro-batches accumulated on device, then one sharded Optax step."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,16 +9,14 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sage_jax.core.masked import masked_max, masked_sum
 from sage_jax.core.mesh import Layout
-from sage_jax.learn.objective import importance_weight, kl_k3, policy_loss
+from sage_jax.learn.objective import Metrics, micro_objective
 from sage_jax.learn.optimizer import UpdateSettings
 from sage_jax.learn.pack import MicroBatch, Packed
 from sage_jax.learn.score import token_logps
 from sage_jax.models.qwen import QwenConfig
 
 Params = Any
-Metrics = dict[str, jax.Array]
 
 
 class TrainState(NamedTuple):
@@ -57,7 +49,7 @@ def init_state(
         if leaf.dtype != jnp.float32:
             raise ValueError(
                 f"{jax.tree_util.keystr(path)} is {leaf.dtype}; master params must be float32 "
-                "(update.dtype sets the dtype of the matrix products)"
+                "(optim.dtype sets the dtype of the matrix products)"
             )
     sharding = jax.tree.leaves(params)[0].sharding
     if isinstance(sharding, NamedSharding):
@@ -75,68 +67,6 @@ def init_state(
         skipped=place(jnp.zeros((), jnp.int32)),
         ref_params=jax.tree.map(jnp.copy, params) if reference else None,
     )
-
-
-def completion_mask(micro: MicroBatch) -> jax.Array:
-    """True [b, t] at the tokens the model generated, its stop token included; from lengths only."""
-    position_1t = jnp.arange(micro.tokens_bt.shape[1])[None]
-    return (position_1t >= micro.prompt_length_b[:, None]) & (position_1t < micro.length_b[:, None])
-
-
-def micro_objective(
-    logp_bt: jax.Array,
-    entropy_bt: jax.Array,
-    ref_logp_bt: jax.Array | None,
-    micro: MicroBatch,
-    role_tokens_r: jax.Array,
-    role_weights_r: jax.Array,
-    settings: UpdateSettings,
-) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
-    """This micro-batch's part of the loss, and (sums, maxima) over its tokens for the metrics.
-
-    `role_tokens_r` counts the completion tokens of each role in the whole update.
-    """
-    mask_bt = completion_mask(micro)
-
-    def keep(x_bt: jax.Array) -> jax.Array:
-        # Before any arithmetic: 0 times the gradient of an overflow would be NaN.
-        return jnp.where(mask_bt, x_bt, 0.0)
-
-    logp_bt, entropy_bt, sampler_bt = keep(logp_bt), keep(entropy_bt), keep(micro.sampler_logp_bt)
-    old = jax.lax.stop_gradient(logp_bt) if micro.old_logp_bt is None else keep(micro.old_logp_bt)
-    adv_bt = keep(micro.adv_b[:, None])
-    terms = policy_loss(
-        logp_bt, old, adv_bt, settings.clip_low, settings.clip_high, settings.dual_clip
-    )
-    loss_bt, kl_bt, weight_bt = terms.loss, jnp.zeros_like(logp_bt), jnp.ones_like(logp_bt)
-    if settings.importance_cap:
-        weight_bt = importance_weight(old, sampler_bt, settings.importance_cap)
-        loss_bt *= weight_bt
-    if settings.entropy_coef:
-        loss_bt -= settings.entropy_coef * entropy_bt
-    if ref_logp_bt is not None:
-        kl_bt = kl_k3(logp_bt, keep(ref_logp_bt))
-        loss_bt += settings.kl_coef * kl_bt
-    scale_r = role_weights_r / jnp.maximum(role_tokens_r, 1)
-    loss = masked_sum(loss_bt * scale_r[micro.role_b][:, None], mask_bt)
-    gap_bt = jnp.abs(logp_bt - sampler_bt)
-    role_rb = micro.role_b[None] == jnp.arange(role_tokens_r.size)[:, None]
-
-    def per_role(x_bt: jax.Array) -> jax.Array:
-        return jnp.where(role_rb, masked_sum(x_bt, mask_bt, axis=1)[None], 0.0).sum(axis=1)
-
-    sums = {
-        "loss": loss,
-        "tokens_r": per_role(jnp.ones_like(logp_bt)),
-        "entropy_r": per_role(entropy_bt),
-        "gap": masked_sum(gap_bt, mask_bt),
-        "clipped": masked_sum(terms.clipped, mask_bt).astype(jnp.float32),
-        "dual_clipped": masked_sum(terms.dual_clipped, mask_bt).astype(jnp.float32),
-        "weight": masked_sum(weight_bt, mask_bt),
-        "kl": masked_sum(kl_bt, mask_bt),
-    }
-    maxima = {"ratio": masked_max(terms.ratio, mask_bt), "gap": masked_max(gap_bt, mask_bt)}
-    return loss, jax.lax.stop_gradient((sums, maxima))
 
 
 class Update:
@@ -158,11 +88,11 @@ class Update:
         unknown = sorted(set(settings.role_weights) - set(roles))
         if unknown:
             raise ValueError(
-                f"update.role_weights names {', '.join(unknown)}; roles are {', '.join(roles)}"
+                f"optim.role_weights names {', '.join(unknown)}; roles are {', '.join(roles)}"
             )
         if settings.kl_coef and like.ref_params is None:
             raise ValueError(
-                f"update.kl_coef={settings.kl_coef} needs reference params; "
+                f"optim.kl_coef={settings.kl_coef} needs reference params; "
                 "make the state with reference=True"
             )
         self.cfg, self.settings, self.roles, self.tx = cfg, settings, tuple(roles), tx
@@ -294,9 +224,9 @@ class Update:
             "ratio/max": acc.maxima["ratio"],
             "logp_gap/mean": sums["gap"] / tokens,
             "logp_gap/max": acc.maxima["gap"],
-            "clip/share": sums["clipped"] / tokens,
-            "clip/dual_share": sums["dual_clipped"] / tokens,
-            "skipped": skipped,
+            "clip_share": sums["clipped"] / tokens,
+            "dual_clip_share": sums["dual_clipped"] / tokens,
+            "skipped_updates": skipped,
         }
         if self.settings.importance_cap:
             metrics["importance/mean"] = sums["weight"] / tokens

@@ -14,7 +14,7 @@ from sage_jax.core.rng import row_key
 from sage_jax.core.tokens import Tokens
 from sage_jax.rollout.engine import Completion, Row
 from sage_jax.tasks.task import Task
-from sage_jax.verify.verdict import Job, Verdict
+from sage_jax.verify import Job, Verdict
 
 
 @dataclasses.dataclass

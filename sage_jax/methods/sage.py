@@ -12,7 +12,7 @@ from sage_jax.methods.rewards import REWARD_SETS, critic_mean
 from sage_jax.roles import CHALLENGER, CRITIC, PLANNER, SOLVER, PromptSet
 from sage_jax.tasks.pool import Pool
 from sage_jax.tasks.task import Task, proposed_code, proposed_math
-from sage_jax.verify.verdict import Job
+from sage_jax.verify import Job
 
 
 @dataclasses.dataclass(frozen=True)
