@@ -180,9 +180,15 @@ def test_hugging_face_folders_load_by_split(monkeypatch, tmp_path):
     package = types.ModuleType("datasets")
     package.DatasetDict = type("DatasetDict", (dict,), {})
     rows = [{"id": 7, "question": "What is 1 + 1?", "answer": "2"}]
-    package.load_from_disk = lambda folder: package.DatasetDict(train=rows, test=[])
+
+    def load_from_disk(folder):
+        if not Path(folder).is_dir():
+            raise FileNotFoundError(folder)
+        return package.DatasetDict(train=rows, test=[])
+
+    package.load_from_disk = load_from_disk
     monkeypatch.setitem(sys.modules, "datasets", package)
     (task,) = load([f"hf:{tmp_path}#train?domain=math"])
     assert (task.id, task.question) == ("7", "What is 1 + 1?")
     assert "choose a split with #: test, train" in problems(f"hf:{tmp_path}")[0]
-    assert "no such folder" in problems(f"hf:{tmp_path}/none#train")[0]
+    assert "no data set there" in problems(f"hf:{tmp_path}/none#train")[0]

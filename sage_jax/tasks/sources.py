@@ -169,9 +169,10 @@ def _read_hf(spec: _Spec, problems: list[str]) -> _Rows:
         datasets = importlib.import_module("datasets")
     except ImportError as error:
         raise _Unusable("needs the package 'datasets'; pip install datasets") from error
-    if not Path(spec.location).is_dir():
-        raise _Unusable("no such folder; give one written by save_to_disk")
-    loaded = datasets.load_from_disk(spec.location)
+    try:
+        loaded = datasets.load_from_disk(spec.location)
+    except FileNotFoundError as error:
+        raise _Unusable("no data set there; give a folder written by save_to_disk") from error
     if isinstance(loaded, datasets.DatasetDict):
         if spec.split not in loaded:
             raise _Unusable(f"choose a split with #: {', '.join(sorted(loaded))}")
