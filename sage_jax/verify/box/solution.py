@@ -46,6 +46,7 @@ def load(request):
 def prepare():
     """What an interpreter started with -S lacks, and a generator not shared with siblings."""
     random.seed()
+    os.environ["TMPDIR"] = os.environ["HOME"] = os.getcwd()
     builtins.exit = builtins.quit = sys.exit
     sys.path[:] = [""] + [p for p in sys.path if p]
 
