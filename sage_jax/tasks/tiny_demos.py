@@ -307,9 +307,7 @@ def _pose_code(rng: Random, new: Chain, question: str, ops: tuple[Op, ...], habi
                 f"<question>{question}</question>",
             )
         )
-    return (
-        f"<question>{question}</question><solution>{source}</solution><inputs>{inputs}</inputs>"
-    )
+    return f"<question>{question}</question><solution>{source}</solution><inputs>{inputs}</inputs>"
 
 
 def _inputs(rng: Random, new: Chain) -> list[str]:
