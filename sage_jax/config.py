@@ -175,11 +175,17 @@ def flatten(config: Mapping, prefix: str = "") -> dict[str, Any]:
 
 def nearest(name: str) -> str:
     """A hint such as ' (did you mean optim.lr?)', empty when nothing is close."""
-    leaf = name.rsplit(".", 1)[-1]
-    close = difflib.get_close_matches(name, SCHEMA, 1, 0.6) or [
-        known for known in SCHEMA if known.rsplit(".", 1)[-1] == leaf
-    ]
-    return f" (did you mean {close[0]}?)" if close else ""
+    group, _, leaf = name.rpartition(".")
+
+    def likeness(known: str) -> float:
+        # The words of the meaning count too: learning_rate finds lr.
+        known_group, _, known_leaf = known.rpartition(".")
+        meaning = SCHEMA[known].help.split("(")[0].strip().replace(" ", "_")
+        ratios = [difflib.SequenceMatcher(None, leaf, x).ratio() for x in (known_leaf, meaning)]
+        return max(ratios) + 0.2 * (known_group == group)
+
+    best = max(SCHEMA, key=likeness)
+    return f" (did you mean {best}?)" if likeness(best) > 0.6 else ""
 
 
 def _field_problems(name: str, value: Any) -> list[str]:
@@ -299,8 +305,7 @@ def register_list_parser() -> None:
     config_flags.register_flag_parser_for_type(tuple, _ListParser())
 
 
-def explain_flag_error(text: str) -> str:
-    """A flag error in one line, with the nearest known field."""
-    found = re.search(r"config\.([\w.]+)", text) or re.search(r"key '?\"?([\w.]+)", text)
-    hint = nearest(found[1]) if found and found[1] not in SCHEMA else ""
-    return text.strip().splitlines()[0] + ("" if "did you mean" in text.lower() else hint)
+def unknown_overrides(argv: list[str]) -> list[str]:
+    """What is wrong with the names of --config.a.b=value arguments."""
+    names = [re.match(r"--?config\.([^=]+)", arg) for arg in argv]
+    return [f"--config.{m[1]}: unknown field{nearest(m[1])}" for m in names if m and m[1] not in SCHEMA]
