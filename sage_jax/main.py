@@ -12,7 +12,7 @@ from ml_collections import config_flags
 from sage_jax import config as schema
 
 # Its advice about absent frameworks is not for users of this project.
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 MODES = ("train", "sft", "eval", "generate", "score", "export")
 NEEDS_CONFIG = ("train", "sft", "eval")

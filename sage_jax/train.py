@@ -67,9 +67,7 @@ def rollout(run: Run, step: int) -> list[Episode]:
         run.load_engine()
         episodes = run.method.episodes(run.pool, step)
         player = Player(run.config, run.model.tokens, step, run.config.rollout.temperature)
-        clock = play(
-            run.engine, run.verifier, episodes, player, stage=run.notice, stop=run.stop
-        )
+        clock = play(run.engine, run.verifier, episodes, player, stage=run.notice, stop=run.stop)
     run.seconds["verify"] = clock.verify
     run.seconds["rollout"] -= clock.verify
     return episodes

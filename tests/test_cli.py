@@ -149,7 +149,11 @@ def test_bad_lines_are_named_and_the_rest_is_done(tiny_folder, tmp_path, capsys)
     lines = capsys.readouterr().err.splitlines()
     for number, (_, part) in enumerate(BAD_GENERATE, 2):
         assert any(f"in.jsonl:{number}: " in x and part in x for x in lines), (number, part, lines)
-    rows = [{"id": "a", "tokens": []}, {"id": "b", "tokens": [1, -1]}, {"id": "c", "tokens": [1, 2]}]
+    rows = [
+        {"id": "a", "tokens": []},
+        {"id": "b", "tokens": [1, -1]},
+        {"id": "c", "tokens": [1, 2]},
+    ]
     rows.append({"id": "d", "tokens": [1, 2], "temperature": 0})
     code, out = offline("score", tiny_folder, tmp_path, rows)
     assert code == 1 and [r["id"] for r in out] == ["c"]
