@@ -87,6 +87,7 @@ def test_equal_layouts_share_one_compiled_program():
     jitted(jnp.ones(8), Layout(make_mesh(8), dict(UPDATE_RULES)))
     jitted(jnp.ones(8), Layout(make_mesh(8), dict(UPDATE_RULES)))
     assert len(traces) == 1
+    assert hash(traces[0]) == hash(Layout(make_mesh(8), dict(UPDATE_RULES)))
     changed = dataclasses.replace(traces[0], rules={**UPDATE_RULES, "batch": None})
     jitted(jnp.ones(8), changed)
     assert len(traces) == 2
