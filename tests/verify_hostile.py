@@ -100,7 +100,9 @@ def status(pid):
 
 
 def descendants():
-    parents = {int(p.name): int(status(p.name).get("PPid", 0)) for p in Path("/proc").glob("[0-9]*")}
+    parents = {
+        int(p.name): int(status(p.name).get("PPid", 0)) for p in Path("/proc").glob("[0-9]*")
+    }
     found, grown = {os.getpid()}, True
     while grown:
         more = {pid for pid, parent in parents.items() if parent in found} - found
@@ -161,8 +163,9 @@ def check(case, verifier, around, watcher, weaker, at_rest):
             "no_file_outside": lambda: not any(Path(m).exists() for m in case["markers"]),
             "no_secret_in_output": lambda: "CANARY-" not in repr(verdict),
             "no_tcp_connection": lambda: around.heard == 0,
-            "captured_output_under_mb": lambda n=number: len(verdict.output_tail or "")
-            < float(n) * 2**20,
+            "captured_output_under_mb": lambda n=number: (
+                len(verdict.output_tail or "") < float(n) * 2**20
+            ),
             "host_mem_under_mb": lambda n=number: watcher.peak_mb < float(n),
             "threads_under": lambda n=number: watcher.threads < float(n),
             "wall_under_s": lambda n=number, wall=wall: wall < float(n),

@@ -202,6 +202,8 @@ class Server:
     def _stand_in(self, body):
         if "id" in body:
             return self._objects[body["id"]]
+        if "builtin" in body:
+            return getattr(builtins, body["builtin"])
         number = body["callback"]
 
         def callback(*arguments):
