@@ -16,7 +16,7 @@ test: $(STAMP)-dev lint
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Live comparison with torch and transformers.
 parity: $(STAMP)-parity

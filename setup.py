@@ -27,7 +27,12 @@ setup(
         "tpu": ["jax[tpu]"],
         "cuda12": ["jax[cuda12]"],
         "cuda13": ["jax[cuda13]"],
-        "dev": ["pytest>=8,<10", "hypothesis>=6.100,<7", "ruff>=0.14,<0.17", "pyright>=1.1.400,<2"],
+        "dev": [
+            "pytest>=8,<10",
+            "hypothesis>=6.100,<7",
+            "ruff>=0.14,<0.18",
+            "pyright[nodejs]>=1.1.400,<2",
+        ],
         "parity": ["torch==2.13.0"],
     },
 )

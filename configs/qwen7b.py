@@ -1,9 +1,10 @@
-"""SAGE on Qwen2.5-7B-Instruct with the paper's recipe (arXiv 2603.15255): lr 3e-6, 200 steps, 500 seeds.
+"""SAGE on Qwen2.5-7B-Instruct, the paper's recipe (arXiv 2603.15255): lr 3e-6, 200 steps.
 
     python -m sage_jax.main --config=configs/qwen7b.py
 
 Hardware: a v5p:2x2x4 slice or one node of 8 x 80 GB GPUs;
-parameters, gradients and optimizer state are sharded over all devices. Full fine-tuning; the paper trains a LoRA of rank 128.
+parameters, gradients and optimizer state are sharded over all devices.
+Full fine-tuning; the paper trains a LoRA of rank 128.
 Expected: the paper reports its best validation accuracy near step 100-140. Neither time nor result
 of this file has been measured yet.
 """

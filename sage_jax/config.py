@@ -156,7 +156,7 @@ def base() -> ml_collections.ConfigDict:
     config = ml_collections.ConfigDict()
     for name, field in SCHEMA.items():
         *groups, leaf = name.split(".")
-        node = config
+        node: Any = config
         for group in groups:
             if group not in node:
                 node[group] = ml_collections.ConfigDict()
@@ -168,7 +168,7 @@ def base() -> ml_collections.ConfigDict:
 get_config = base
 
 
-def flatten(config: Mapping, prefix: str = "") -> dict[str, Any]:
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     """Nested config as {dotted name: value}."""
     flat = {}
     for name, value in config.items():
@@ -215,7 +215,7 @@ def _increasing(name: str, buckets: tuple) -> list[str]:
     return [f"{name}={buckets!r}: give increasing positive token counts, such as 256,512,1024"]
 
 
-def _cross_problems(c: ml_collections.ConfigDict) -> list[str]:
+def _cross_problems(c: Any) -> list[str]:
     problems = _increasing("rollout.buckets", c.rollout.buckets)
     problems += _increasing("optim.buckets", c.optim.buckets)
     if problems:

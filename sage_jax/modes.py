@@ -5,7 +5,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
-
+from typing import Any
 
 from sage_jax import config as schema
 from sage_jax import offline
@@ -40,7 +40,7 @@ TERMINATED = 143  # the exit code of a run saved on SIGTERM
 class Job:
     """One command line, read and checked."""
 
-    config: object
+    config: Any
     overrides: Mapping
     workdir: Path
     input: Path

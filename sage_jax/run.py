@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from sage_jax import roles
 from sage_jax.config import ConfigError, flatten
@@ -42,7 +43,7 @@ SHOWN = ("valid/accuracy", "solve_rate", "difficulty", "pool/size", "loss", "gra
 class Run:
     """Everything that lives from step to step."""
 
-    config: object
+    config: Any
     model: Model
     place: Placement
     method: Sage

@@ -15,13 +15,13 @@ import pytest  # noqa: E402
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A Hugging Face folder of the tiny architecture with random weights."""
+    import json
+
     import jax
 
     from sage_jax.models import hf, qwen
     from sage_jax.models.qwen_config import QwenConfig
     from sage_jax.tasks.tiny_tokenizer import write_folder
-
-    import json
 
     root = tmp_path_factory.mktemp("tiny")
     write_folder(root / "base")

@@ -1,4 +1,4 @@
-"""One checkpoint = parameters, optimizer, pool, counters and config, committed together by Orbax."""
+"""One checkpoint: parameters, optimizer, pool, counters and config, committed together by Orbax."""
 
 import logging
 from pathlib import Path
@@ -62,7 +62,7 @@ class Checkpoints:
         restored = self._manager.restore(
             step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore())
         )
-        return {name: restored[name] for name in arrays}, restored.host
+        return {name: restored[name] for name in arrays}, restored["host"]
 
     def close(self) -> None:
         self._manager.close()

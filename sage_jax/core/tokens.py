@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from huggingface_hub import snapshot_download
 from transformers import AutoTokenizer
 
@@ -110,7 +111,7 @@ class Tokens:
         """Ids of `text`, with no special tokens added."""
         return self._tokenizer.encode(text, add_special_tokens=False)
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Text of `ids`, special tokens left out."""
         return self._tokenizer.decode(
             list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False

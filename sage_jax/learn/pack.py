@@ -20,8 +20,8 @@ class TrainRow:
     id: str
     role: str
     prompt: Sequence[int]
-    completion: Sequence[int]
-    logps: Sequence[float]
+    completion: Sequence[int] | np.ndarray
+    logps: Sequence[float] | np.ndarray
     advantage: float
     temperature: float = 1.0
 

@@ -33,9 +33,9 @@ class Sample:
     prompt: tuple[int, ...]
     temperature: float
     group: tuple = ()
-    completion: Completion | None = None
+    completion: Completion = dataclasses.field(init=False, repr=False)  # set when it finishes
+    parsed: roles.Parsed = dataclasses.field(init=False)
     text: str = ""
-    parsed: roles.Parsed | None = None
     format: float = 0.0
     verdict: Verdict | None = None
     done: bool = False

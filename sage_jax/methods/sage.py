@@ -6,6 +6,7 @@ Solver's answers with the plan where it passes the gate.
 """
 
 import dataclasses
+from typing import Any
 
 from sage_jax.methods.graph import Episode, Node, Sample
 from sage_jax.methods.rewards import REWARD_SETS, critic_mean
@@ -19,7 +20,7 @@ from sage_jax.verify import Job
 class Sage:
     """The method as data: its graphs, its episodes of a step, its rewards and its pool rule."""
 
-    config: object
+    config: Any
     prompts: PromptSet
 
     @property
@@ -50,7 +51,7 @@ class Sage:
         )
 
     def solve_graph(self, critics: int, solutions: int) -> tuple[Node, ...]:
-        """Plan -> Critic x m -> gate -> Solver x G; without a plan through the gate it goes bare."""
+        """Plan -> Critic x m -> gate -> Solver x G; with no plan through the gate it goes bare."""
         return (
             Node("plan", PLANNER, lambda e: self.prompts.messages("planner", e.task.public)),
             Node(
