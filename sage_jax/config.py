@@ -54,7 +54,9 @@ SCHEMA: dict[str, Field] = {
     "tasks.seeds": Field(("asset:seeds/train.jsonl",), "paths", "seed problems"),
     "tasks.math_share": Field(0.5, "share", "maths among the tasks of a step", 0, 1),
     "pool.capacity": Field(20000, "tasks", "most admitted tasks kept; seeds come on top", 0),
-    "pool.half_life": Field(50.0, "steps", "age at which an admitted task is drawn half as often", 0.1),
+    "pool.half_life": Field(
+        50.0, "steps", "age at which an admitted task is drawn half as often", 0.1
+    ),
     "pool.seed_share": Field(0.5, "share", "least share of seeds in a draw", 0, 1),
     "pool.dedup": Field(0.8, "Jaccard", "word 3-gram overlap that makes a duplicate", 0, 1),
     "valid.path": Field("asset:seeds/valid.jsonl", "path", "held-out problems"),
@@ -106,7 +108,9 @@ SCHEMA: dict[str, Field] = {
     "optim.clip_high": Field(0.28, "ratio", "upper policy clip", 0),
     "optim.dual_clip": Field(3.0, "ratio", "loss bound for negative advantages", 1.0001),
     "optim.entropy_coef": Field(0.0, "weight", "entropy bonus; 0: off", 0),
-    "optim.kl_coef": Field(0.0, "weight", "k3 KL to the starting model; 0: off, no reference kept", 0),
+    "optim.kl_coef": Field(
+        0.0, "weight", "k3 KL to the starting model; 0: off, no reference kept", 0
+    ),
     "optim.importance_cap": Field(0.0, "ratio", "cap of sampler/learner weights; 0: off", 0),
     "optim.epochs": Field(1, "passes", "passes over one rollout", 1),
     "optim.minibatches": Field(1, "updates", "updates in one pass over a rollout", 1),
@@ -133,8 +137,10 @@ SCHEMA: dict[str, Field] = {
         0.2, "share", "verdicts lost to the machinery before the run stops", 0, 1
     ),
     "eval.benchmarks": Field((), "paths", "problem files for --mode=eval; empty: valid.path"),
-    "sft.data": Field("tiny_world", "name or path", "JSONL of messages and response, or tiny_world"),
-    "sft.examples": Field(400000, "rows", "demonstrations generated for tiny_world", 1),
+    "sft.data": Field(
+        "tiny_world", "name or path", "JSONL of messages and response, or tiny_world"
+    ),
+    "sft.from_scratch": Field(False, "flag", "random weights instead of those of model.path"),
     "sft.steps": Field(3000, "steps", "supervised updates", 1),
     "sft.batch": Field(128, "rows", "demonstrations an update", 1),
     "sft.length": Field(128, "tokens", "longest demonstration, prompt included", 8),
@@ -175,11 +181,17 @@ def flatten(config: Mapping, prefix: str = "") -> dict[str, Any]:
 
 def nearest(name: str) -> str:
     """A hint such as ' (did you mean optim.lr?)', empty when nothing is close."""
-    leaf = name.rsplit(".", 1)[-1]
-    close = difflib.get_close_matches(name, SCHEMA, 1, 0.6) or [
-        known for known in SCHEMA if known.rsplit(".", 1)[-1] == leaf
-    ]
-    return f" (did you mean {close[0]}?)" if close else ""
+    group, _, leaf = name.rpartition(".")
+
+    def likeness(known: str) -> float:
+        # The words of the meaning count too: learning_rate finds lr.
+        known_group, _, known_leaf = known.rpartition(".")
+        meaning = SCHEMA[known].help.split("(")[0].strip().replace(" ", "_")
+        ratios = [difflib.SequenceMatcher(None, leaf, x).ratio() for x in (known_leaf, meaning)]
+        return max(ratios) + 0.2 * (known_group == group)
+
+    best = max(SCHEMA, key=likeness)
+    return f" (did you mean {best}?)" if likeness(best) > 0.6 else ""
 
 
 def _field_problems(name: str, value: Any) -> list[str]:
@@ -251,7 +263,9 @@ def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
     """The config, frozen. Raises ConfigError listing every problem at once."""
     flat = flatten(config)
     problems = [f"{name}: unknown field{nearest(name)}" for name in flat if name not in SCHEMA]
-    problems += [f"{name}: missing; start from sage_jax.config.base()" for name in SCHEMA if name not in flat]
+    problems += [
+        f"{name}: missing; start from sage_jax.config.base()" for name in SCHEMA if name not in flat
+    ]
     for name in SCHEMA:
         if name in flat:
             problems += _field_problems(name, flat[name])
@@ -299,8 +313,9 @@ def register_list_parser() -> None:
     config_flags.register_flag_parser_for_type(tuple, _ListParser())
 
 
-def explain_flag_error(text: str) -> str:
-    """A flag error in one line, with the nearest known field."""
-    found = re.search(r"config\.([\w.]+)", text) or re.search(r"key '?\"?([\w.]+)", text)
-    hint = nearest(found[1]) if found and found[1] not in SCHEMA else ""
-    return text.strip().splitlines()[0] + ("" if "did you mean" in text.lower() else hint)
+def unknown_overrides(argv: list[str]) -> list[str]:
+    """What is wrong with the names of --config.a.b=value arguments."""
+    names = [re.match(r"--?config\.([^=]+)", arg) for arg in argv]
+    return [
+        f"--config.{m[1]}: unknown field{nearest(m[1])}" for m in names if m and m[1] not in SCHEMA
+    ]

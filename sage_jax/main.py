@@ -12,7 +12,7 @@ from ml_collections import config_flags
 from sage_jax import config as schema
 
 # Its advice about absent frameworks is not for users of this project.
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 MODES = ("train", "sft", "eval", "generate", "score", "export")
 NEEDS_CONFIG = ("train", "sft", "eval")
@@ -55,14 +55,19 @@ class StopRequest:
 def parse(argv: list[str]) -> None:
     """Read the command line. UsageError for what it cannot mean."""
     app.define_help_flags()
+    if unknown := schema.unknown_overrides(argv):
+        raise UsageError("\n  ".join(unknown))
     try:
         rest = FLAGS(argv)
     except (flags.Error, AttributeError, KeyError, TypeError, ValueError, OSError) as error:
-        raise UsageError(schema.explain_flag_error(str(error))) from error
+        raise UsageError(str(error).strip().splitlines()[0]) from error
     if rest[1:]:
         raise UsageError(f"unexpected argument {rest[1]!r}; options start with --")
     if MODE.value in NEEDS_CONFIG and not FLAGS["config"].present:
         raise UsageError(f"--mode={MODE.value} needs --config=FILE, such as configs/tiny.py")
+    path = config_flags.get_config_filename(FLAGS["config"])
+    if not Path(path).is_file():
+        raise UsageError(f"--config={path}: no such file")
     for name in NEEDS_FILES.get(MODE.value, ()):
         if not FLAGS[name].value:
             raise UsageError(f"--mode={MODE.value} needs --{name}=PATH")

@@ -26,6 +26,7 @@ from sage_jax.runtime import (
     load_model,
     make_engine,
     make_verifier,
+    model_path,
     placement,
 )
 from sage_jax.startup import table
@@ -175,11 +176,30 @@ def run_export(job: Job, stop) -> int:
 
 
 def run_sft(job: Job, stop) -> int:
-    """Supervised fine-tuning, the recipe of the packaged tiny model."""
-    from sage_jax.sft import sft
+    """Supervised fine-tuning into WORKDIR/model; the recipe of the packaged tiny model."""
+    from sage_jax.sft import SftSettings, sft
 
-    setup_logging(quiet=job.config.report.quiet)
-    return sft(job.config, job.workdir)
+    c = job.config
+    setup_logging(quiet=c.report.quiet)
+    job.workdir.mkdir(parents=True, exist_ok=True)
+    schema.dump(c, job.overrides, job.workdir / "config.json")
+    settings = SftSettings(
+        model_path=model_path(c.model.path),
+        **c.sft,
+        micro_rows=c.optim.micro_rows,
+        weight_decay=c.optim.weight_decay,
+        clip_norm=c.optim.clip_norm,
+        seed=c.seed,
+        prompts=c.method.prompts,
+        dtype=c.model.dtype,
+        remat=c.model.remat,
+        checkpoint_every=c.checkpoint.every or c.sft.steps,
+    )
+    folder = sft(settings, job.workdir, stop)
+    if folder is None:
+        return TERMINATED
+    print(f"wrote {folder}")
+    return 0
 
 
 MODES = {

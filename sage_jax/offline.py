@@ -30,6 +30,7 @@ GENERATE_FIELDS = {
 }
 SCORE_FIELDS = {"id": str, "tokens": list, "temperature": float}
 SMALLEST_BUCKET = 32
+DEFAULT_NEW = 256  # tokens, fewer where the model has no room for them
 
 
 @dataclasses.dataclass
@@ -128,10 +129,11 @@ def _plan_rows(good, model: Model) -> tuple[list[tuple[dict, list[Row]]], list[P
     for number, row in good:
         text = _generate_problem(row, model.cfg.vocab_size)
         prompt = tuple(_prompt_tokens(row, model)) if not text else ()
-        new = row.get("max_new_tokens", 256)
+        room = model.cfg.max_position - len(prompt)
+        new = row.get("max_new_tokens", max(1, min(DEFAULT_NEW, room)))
         if not text and not prompt:
             text = "the prompt has no tokens; give at least one"
-        if not text and len(prompt) + new > model.cfg.max_position:
+        if not text and new > room:
             text = (
                 f"{len(prompt)} prompt tokens + max_new_tokens={new} exceed the model's "
                 f"{model.cfg.max_position} positions; shorten one"

@@ -40,14 +40,14 @@ SHOWN = ("valid/accuracy", "solve_rate", "difficulty", "pool/size", "loss", "gra
 
 @dataclasses.dataclass
 class Run:
-    """Everything that lives from step to step; `host` is what a save at this moment would hold."""
+    """Everything that lives from step to step."""
 
     config: object
     model: Model
     place: Placement
     method: Sage
     pool: Pool
-    valid: list[Task]
+    valid_items: list[Task]
     verifier: Verifier
     engine: Engine
     update: Update
@@ -59,7 +59,7 @@ class Run:
     progress: Progress
     compiles: CompileCounter
     stop: Callable[[], bool]
-    host: dict = dataclasses.field(default_factory=dict)
+    fresh: bool  # nothing has been measured or trained yet
     skipped_in_a_row: int = 0
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
 
@@ -113,7 +113,7 @@ def load_tasks(config) -> tuple[list[Task], list[Task]]:
                 f"tasks.math_share={config.tasks.math_share}: tasks.seeds holds no {domain} "
                 "problem; add some, or set the share to leave that domain out"
             )
-    return seeds, first_of_each_domain(valid, config.valid.limit)
+    return seeds, valid
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
     method = Sage(config, prompts)
     place = placement(config)
     checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
-    done = checkpoints.latest or 0
+    fresh, done = checkpoints.latest is None, checkpoints.latest or 0
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
         progress = stack.enter_context(
@@ -142,22 +142,21 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
         tx = make_optimizer(settings, max(config.train.steps, 1))
         state = init_state(model.params, tx, reference=config.optim.kl_coef > 0)
         pool = make_pool(config, seeds, valid)
-        host: dict = {}
-        if checkpoints.latest is not None:
+        if not fresh:
             progress.stage(f"restoring step {done}")
             arrays, host = checkpoints.restore(done, _trees(state))
-            state = dataclasses.replace(state, **arrays["rest"], params=arrays["params"])
+            state = state._replace(**arrays["rest"], params=arrays["params"])
             pool = Pool.from_json(host["pool"], valid)
         model.params = state.params
         for name in ("metrics.jsonl", "episodes.jsonl"):
-            cut(workdir / name, done if host else -1)
+            cut(workdir / name, -1 if fresh else done)
         run = Run(
             config=config,
             model=model,
             place=place,
             method=method,
             pool=pool,
-            valid=valid,
+            valid_items=first_of_each_domain(valid, config.valid.limit),
             verifier=verifier,
             engine=make_engine(config, model.cfg, place, notice=progress.stage),
             update=Update(model.cfg, settings, roles.ROLES, tx, state, place.update),
@@ -169,7 +168,7 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
             progress=progress,
             compiles=CompileCounter(),
             stop=stop,
-            host=host,
+            fresh=fresh,
         )
         yield run
 
@@ -208,7 +207,7 @@ def save(run: Run, accuracy: float | None) -> None:
     run.progress.stage("checkpoint")
     run.metrics.sync()
     run.episodes.sync()
-    run.checkpoints.save(run.step, _trees(run.state), run.host or run.host_state(), accuracy)
+    run.checkpoints.save(run.step, _trees(run.state), run.host_state(), accuracy)
 
 
 def _trees(state: TrainState) -> dict:

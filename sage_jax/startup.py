@@ -64,7 +64,7 @@ def table(run: Run, workdir: Path) -> str:
         "stop ids": ", ".join(map(str, run.model.tokens.stop_ids)),
         "prompts": f"{c.method.prompts} ({run.method.prompts.digest})",
         "tasks": f"{len(run.pool.seeds)} seeds, {len(run.pool.admitted)} admitted, "
-        f"{len(run.valid)} for validation"
+        f"{len(run.valid_items)} for validation"
         + (f", {len(run.pool.refused_seeds)} seeds refused" if run.pool.refused_seeds else ""),
         "sandbox": run.verifier.isolation_report,
         "versions": versions(),

@@ -19,7 +19,7 @@ class RunFailure(RuntimeError):
 
 def train(run: Run) -> None:
     """Train until train.steps. Raises Cancelled, after saving, when a stop was asked for."""
-    if run.step == 0 and not run.host:
+    if run.fresh:
         with run.stage("validate"):
             figures = validate(run)
         report(run, figures)
@@ -29,7 +29,7 @@ def train(run: Run) -> None:
             while run.step < run.config.train.steps:
                 one_step(run)
     except Cancelled:
-        # Parameters and pool are those of the last finished step: nothing half-done is saved.
+        # Raised in a rollout only: parameters and pool are those of the last finished step.
         save(run, None)
         raise
 
@@ -49,7 +49,6 @@ def one_step(run: Run) -> None:
         figures |= update(run, batches)
     figures |= absorb(run, episodes, step)
     run.step = step
-    run.host = run.host_state()
     last = step == config.train.steps
     if last or (config.valid.every and step % config.valid.every == 0):
         with run.stage("validate"):
@@ -68,9 +67,7 @@ def rollout(run: Run, step: int) -> list[Episode]:
         run.load_engine()
         episodes = run.method.episodes(run.pool, step)
         player = Player(run.config, run.model.tokens, step, run.config.rollout.temperature)
-        clock = play(
-            run.engine, run.verifier, episodes, player, stage=run.notice, stop=run.stop
-        )
+        clock = play(run.engine, run.verifier, episodes, player, stage=run.notice, stop=run.stop)
     run.seconds["verify"] = clock.verify
     run.seconds["rollout"] -= clock.verify
     return episodes
@@ -129,10 +126,12 @@ def _check_finite(run: Run, packed: Packed, before: int) -> None:
 
 def absorb(run: Run, episodes: list[Episode], step: int) -> dict[str, float]:
     """Record verdicts on drawn tasks, admit proposals; returns the pool's figures."""
-    for episode in episodes:
-        verdicts = [s.verdict for s in episode.samples.get("solve", ())]
-        run.pool.record(episode.task.id, verdicts)
     outcomes = run.method.admit(run.pool, episodes)
+    for episode in episodes:
+        for task, kind in ((episode.task, "solve"), (episode.facts.get("candidate"), "attempt")):
+            if task and kind in episode.samples:
+                verdicts = [s.verdict for s in episode.samples[kind]]
+                run.pool.record(task.id, verdicts, drawn=kind == "solve")
     names = {"admitted": "admitted", "duplicates": "duplicate", "invalid": "invalid"}
     names["contaminated"] = "contaminated"
     figures = {f"pool/{name}": outcomes.get(key, 0) for name, key in names.items()}
@@ -140,7 +139,8 @@ def absorb(run: Run, episodes: list[Episode], step: int) -> dict[str, float]:
 
 
 def validate(run: Run) -> dict[str, float | None]:
-    """Held-out figures at the present weights."""
+    """Held-out figures at the present weights. Not cut short by a stop request: the step it belongs
+    to is only whole with them."""
     run.load_engine()
     evaluator = Evaluator(run.config, run.engine, run.verifier, run.model.tokens, run.method)
-    return evaluator.figures(run.valid, stage=run.notice, stop=run.stop)
+    return evaluator.figures(run.valid_items, stage=run.notice)

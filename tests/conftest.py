@@ -8,3 +8,25 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
+
+import pytest  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A Hugging Face folder of the tiny architecture with random weights."""
+    import jax
+
+    from sage_jax.models import hf, qwen
+    from sage_jax.models.qwen_config import QwenConfig
+    from sage_jax.tasks.tiny_tokenizer import write_folder
+
+    import json
+
+    root = tmp_path_factory.mktemp("tiny")
+    write_folder(root / "base")
+    config = json.loads((root / "base" / "config.json").read_text())
+    config |= {"num_hidden_layers": 2, "intermediate_size": 64}
+    cfg = QwenConfig.from_hf(config)
+    params = qwen.init(cfg, jax.random.key(0))
+    return hf.export(params, cfg, root / "model", root / "base")

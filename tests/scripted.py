@@ -137,7 +137,9 @@ def all_correct(job):
     return "correct", ""
 
 
-def play_step(answer=good_answer, judge=all_correct, *, lag=0, width=3, step=1, pool=None, **method):
+def play_step(
+    answer=good_answer, judge=all_correct, *, lag=0, width=3, step=1, pool=None, **method
+):
     """One step of SAGE on scripts: (method, pool, episodes, engine)."""
     c = config(**method)
     sage = Sage(c, load_prompts("v1"))

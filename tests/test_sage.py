@@ -76,7 +76,11 @@ def test_an_unparsed_proposal_has_no_children_and_no_difficulty():
 
 def test_an_invalid_key_or_reference_has_no_children():
     def judge(job):
-        return ("wrong", "constant") if job.kind in ("math_key", "code_reference") else all_correct(job)
+        return (
+            ("wrong", "constant")
+            if job.kind in ("math_key", "code_reference")
+            else all_correct(job)
+        )
 
     sage, pool, episodes, _ = play_step(judge=judge)
     assert "attempt" not in kinds(episodes) and sage.admit(pool, episodes) == {"invalid": 4}
@@ -240,7 +244,9 @@ def test_an_unparsed_score_counts_one_half_and_its_critic_earns_its_format_only(
 def test_what_the_response_caused_earns_nothing_without_being_masked():
     for verdict in ("wrong", "unparsable", "timeout", "error"):
         _, _, episodes, _ = play_step(
-            judge=lambda job, v=verdict: (v, "x") if job.kind in ("math", "code") else ("correct", "")
+            judge=lambda job, v=verdict: (
+                (v, "x") if job.kind in ("math", "code") else ("correct", "")
+            )
         )
         solved = [s for s in all_samples(episodes) if s.role == "solver"]
         assert all(s.parts["correct"] == 0 and not s.masked for s in solved)
@@ -289,7 +295,11 @@ def test_every_figure_of_a_rollout_tells_two_rollouts_apart():
 
 def test_advantages_group_solvers_by_prompt_and_the_rest_by_role():
     def judge(job):
-        return ("wrong", "") if job.id.endswith("/0") and job.kind in ("math", "code") else all_correct(job)
+        return (
+            ("wrong", "")
+            if job.id.endswith("/0") and job.kind in ("math", "code")
+            else all_correct(job)
+        )
 
     _, _, episodes, _ = play_step(judge=judge)
     samples = all_samples(episodes)

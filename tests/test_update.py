@@ -242,7 +242,9 @@ def test_metrics_come_from_the_arrays_of_the_loss(fresh):
     shown = host_metrics(metrics)
     np.testing.assert_allclose(shown["logp_gap/mean"], np.concatenate(gaps).mean(), rtol=1e-4)
     np.testing.assert_allclose(shown["logp_gap/max"], np.concatenate(gaps).max(), rtol=1e-4)
-    assert shown["ratio/max"] == 1.0 and shown["clip_share"] == 0.0 and shown["skipped_updates"] == 0
+    assert (
+        shown["ratio/max"] == 1.0 and shown["clip_share"] == 0.0 and shown["skipped_updates"] == 0
+    )
     token_mean = {
         role: np.average(
             [r.advantage for r in rows if r.role == role],

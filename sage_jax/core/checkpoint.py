@@ -23,9 +23,7 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int):
         logging.getLogger("absl").setLevel(logging.WARNING)
-        best = policies.BestN(
-            get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False
-        )
+        best = policies.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
         self._manager = ocp.CheckpointManager(
             folder.absolute(),
             options=ocp.CheckpointManagerOptions(

@@ -213,7 +213,9 @@ class _Run:
             open_ids = wanted & self.jobs.keys()
             self.stage("verify", sorted(open_ids))
             # Verdicts are applied in the order of their ids, never of their arrival.
-            self.verdicts.update(self.verifier.poll(0.05 if open_ids - self.verdicts.keys() else 0.0))
+            self.verdicts.update(
+                self.verifier.poll(0.05 if open_ids - self.verdicts.keys() else 0.0)
+            )
             if open_ids <= self.verdicts.keys():
                 break
         for job_id in sorted(open_ids):

@@ -63,7 +63,9 @@ def paper(episodes: Sequence[Episode], settings) -> None:
             _reward_challenge(episode, sample, settings)
         for sample in episode.samples.get("plan", ()):
             s_p = critic_mean(episode.samples["judge_plan"]) or 0.0
-            _give(sample, planner_paper(s_p, sample.format, settings.planner_weights), plan_score=s_p)
+            _give(
+                sample, planner_paper(s_p, sample.format, settings.planner_weights), plan_score=s_p
+            )
         for kind in ("attempt", "solve"):
             s_p = episode.facts.get("plan_score_gated", 0.0) if kind == "solve" else 0.0
             for sample in episode.samples.get(kind, ()):

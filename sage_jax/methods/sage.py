@@ -27,7 +27,9 @@ class Sage:
         """Proposal -> (Critic x m, Solver x K); an unparsed or invalid proposal has no children."""
         method = self.config.method
         return (
-            Node("challenge", CHALLENGER, self._ask_challenger, job=_check_proposal, settle=_accept),
+            Node(
+                "challenge", CHALLENGER, self._ask_challenger, job=_check_proposal, settle=_accept
+            ),
             Node(
                 "judge_question",
                 CRITIC,

@@ -199,6 +199,7 @@ def export(
     for file, names in shards.items():
         tensors = {hf_name: _to_host(table, flat, dtype, *names[hf_name]) for hf_name in names}
         save_file(tensors, out / file, metadata={"format": "pt"})
+        (out / file).chmod(0o644)  # made for the owner only; engines may run as another user
     if len(shards) > 1:
         weight_map = {hf_name: file for file, names in shards.items() for hf_name in names}
         _write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map})

@@ -111,9 +111,9 @@ def insert(params, slots, hidden_bd, prefix, lengths_b, source_s, facts, *, cfg,
 
     def place(layer, cache):
         return {
-            name: cache[name].at[layer, to_s, : part.shape[2]].set(
-                jax.lax.dynamic_index_in_dim(part, layer, 0, keepdims=False)[from_s], mode="drop"
-            )
+            name: cache[name]
+            .at[layer, to_s, : part.shape[2]]
+            .set(jax.lax.dynamic_index_in_dim(part, layer, 0, keepdims=False)[from_s], mode="drop")
             for name, part in prefix.items()
         }
 

@@ -85,7 +85,7 @@ class Pool:
         return self.seeds.get(task_id) or self.admitted.get(task_id)
 
     def draw(self, step: int, n: int, math_share: float, seed: int) -> list[Task]:
-        """n different tasks to solve, maths first; counts them as drawn.
+        """n different tasks to solve, maths first. Changes nothing: see `record`.
 
         Both domains come up whenever n >= 2, both are there, and 0 < math_share < 1; the other
         domain fills in where one is too small. Raises ValueError when the pool holds fewer than n.
@@ -94,14 +94,11 @@ class Pool:
             raise ValueError(
                 f"draw of {n} tasks from a pool of {len(self)}: add seeds or draw less"
             )
-        drawn = self._pick("draw", step, n, math_share, seed)
-        for task in drawn:
-            task.stats.drawn += 1
-        return drawn
+        return self._pick("draw", step, n, math_share, seed)
 
     def references(self, step: int, n: int, math_share: float, seed: int) -> list[Task]:
-        """One reference task for each of n Challenger prompts: as `draw`, but uncounted, and
-        tasks come again where the pool holds fewer than n of a domain.
+        """One reference task for each of n Challenger prompts: as `draw`, but tasks
+        come again where the pool holds fewer than n of a domain.
         """
         wanted = self._domain_counts(n, math_share, fill=False)
         chosen = []
@@ -190,16 +187,19 @@ class Pool:
         self._known.remove(oldest)
         self.counters["evicted"] += 1
 
-    def record(self, task_id: str, verdicts: Iterable[Verdict]) -> None:
-        """Adds judged attempts to a task's statistics; masked verdicts count for nothing.
+    def record(self, task_id: str, verdicts: Iterable[Verdict], *, drawn: bool = False) -> None:
+        """Adds judged attempts, and with `drawn` one draw, to a task's statistics; masked verdicts
+        count for nothing.
 
-        A task that was evicted meanwhile is passed over.
+        Called once a step is finished, so that an abandoned one leaves no trace. A task that was
+        evicted meanwhile is passed over.
         """
         task = self.get(task_id)
         if task is not None:
             judged = [verdict for verdict in verdicts if not verdict.masked]
+            task.stats.drawn += drawn
             task.stats.attempts += len(judged)
-            task.stats.correct += sum(verdict.correct for verdict in judged)
+            task.stats.correct += sum(verdict.verdict == "correct" for verdict in judged)
 
     def metrics(self, step: int) -> dict[str, float]:
         """Size, size by domain, evictions so far, and mean age of admitted tasks in steps."""

@@ -26,6 +26,7 @@ class Child:
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
         """Start ``python ... arguments`` with the number of its socket put for "{socket}"."""
+        self._errors = os.memfd_create("worker-errors")
         ours, theirs = socket.socketpair()
         number = str(theirs.fileno())
         command = [sys.executable] + [a.replace("{socket}", number) for a in arguments]
@@ -35,7 +36,7 @@ class Child:
                 env=environment,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
+                stderr=self._errors,
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
@@ -103,6 +104,11 @@ class Child:
             return 0.0
         return (int(fields[11]) + int(fields[12])) / CLOCK
 
+    def last_words(self) -> str:
+        """The end of what the worker wrote on stderr, for a message about its death."""
+        size = os.fstat(self._errors).st_size
+        return os.pread(self._errors, 2000, max(0, size - 2000)).decode("utf-8", "replace")
+
     def kill(self) -> None:
         """End the process and its group, and wait for it: no zombie stays."""
         if self._process.returncode is None:
@@ -111,7 +117,8 @@ class Child:
             except ProcessLookupError:
                 pass
             self._process.wait()
-        self._socket.close()
+            self._socket.close()
+            os.close(self._errors)
 
 
 def environment(hash_seed: int = 0) -> dict[str, str]:

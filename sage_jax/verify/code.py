@@ -160,9 +160,7 @@ def reference_job(payload: Mapping[str, Any], limits: Limits) -> Steps:
                 return replace(result, **changed)
             replies.append(_judge_reply(outcome))
         if replies[0].get("values") != replies[1].get("values"):
-            return replace(
-                result, verdict="wrong", reason="nondeterministic", deterministic=False
-            )
+            return replace(result, verdict="wrong", reason="nondeterministic", deterministic=False)
         return replace(result, deterministic=True, expected=list(replies[0]["literals"]))
 
     return steps()

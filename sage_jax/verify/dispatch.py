@@ -69,6 +69,7 @@ class Dispatcher:
         self._closing = False
         self._want_slot = False
         self._failed_starts = 0
+        self._last_words = "none"
         self._layers: dict[str, Any] | None = None
         self._sandbox_known = threading.Event()
         self._thread = threading.Thread(target=self._loop, name="verifier", daemon=True)
@@ -87,7 +88,7 @@ class Dispatcher:
         if not self._sandbox_known.wait(timeout) or self._layers is None:
             raise IsolationError(
                 "the code sandbox does not start on this machine (Linux on x86-64 or aarch64 is "
-                "needed); maths alone works with code=False"
+                f"needed); maths alone works with code=False. Its last words: {self._last_words}"
             )
         return self._layers
 
@@ -182,8 +183,9 @@ class Dispatcher:
             return None
         try:
             lane = Lane(make())
-        except OSError:
+        except OSError as error:
             self._failed_starts += 1
+            self._last_words = str(error)
             return None
         self._lanes.append(lane)
         self._selector.register(lane.child, selectors.EVENT_READ, lane)
@@ -260,7 +262,7 @@ class Dispatcher:
         elif isinstance(lane.child, Slot):
             run = lane.task.run
             assert run is not None
-            if elapsed > 4 * run.wall + SLOT_GRACE:
+            if elapsed > 2 * run.wall + SLOT_GRACE:
                 self._died(lane)
         elif lane.child.stage == "loading":
             if elapsed > START_LIMIT:
@@ -284,9 +286,11 @@ class Dispatcher:
         task, lane.task = lane.task, None
         starting = self._starting(lane)
         stage = getattr(lane.child, "stage", None)
+        words = lane.child.last_words().strip() or "none"
         self._drop(lane)
         if starting:
             self._failed_starts += 1
+            self._last_words = words
             if self._failed_starts >= MAX_FAILED_STARTS:
                 self._sandbox_known.set()
             elif isinstance(lane.child, Slot) and self._layers is None:

@@ -8,6 +8,7 @@ and, in policy ``eval`` only, the last formula, then the last number.
 from __future__ import annotations
 
 import re
+from collections import deque
 
 MAX_ANSWER = 2000
 NEAR = 10  # boxes closer than this form one list
@@ -19,7 +20,8 @@ _PHRASE = re.compile(
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _JOIN = re.compile(r"[\s$.,;]*(?:\\text\{)?\s*(?:and|or|,|;)?\s*\}?[\s$.,;]*", re.IGNORECASE)
 _FORMULA = re.compile(
-    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL
+    r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]",
+    re.DOTALL,
 )
 # Not part of a longer expression, word or list index.
 _NUMBER = re.compile(
@@ -40,7 +42,7 @@ def extract(text: str, policy: str = "reward") -> str | None:
         if end >= 0:
             text = text[start + len("<answer>") : end].strip()
             boxed, found = _last_boxes(text)
-            return found if boxed else _nonempty(text)
+            return found if boxed else _after_phrase(text) or _nonempty(text)
     boxed, found = _last_boxes(text)
     if boxed:
         return found
@@ -108,11 +110,10 @@ def _braced(text: str, start: int) -> int | None:
 
 
 def _after_phrase(text: str) -> str | None:
-    last = None
-    for last in _PHRASE.finditer(text):
-        pass
-    if last is None:
+    found = deque(_PHRASE.finditer(text), maxlen=1)
+    if not found:
         return None
+    last = found[0]
     rest = text[last.end() : last.end() + 4 * MAX_ANSWER].strip(" \t*:\uff1a\n")
     line = rest.split("\n", 1)[0]
     line = re.sub(r"\s*I hope it is correct\.?\s*$", "", line).strip(" \t*")
@@ -146,8 +147,5 @@ def _last_formula(text: str) -> str | None:
 
 
 def _last_number(text: str) -> str | None:
-    last = None
-    for match in _NUMBER.finditer(text):
-        if any(c.isdigit() for c in match.group()):
-            last = match.group("n")
-    return last.replace("$", "").strip() if last else None
+    found = deque((m["n"] for m in _NUMBER.finditer(text) if re.search(r"\d", m[0])), maxlen=1)
+    return found[0].replace("$", "").strip() if found else None

@@ -25,8 +25,9 @@ FUNCTIONS = {
     "arsinh", "arcosh", "artanh",
 }  # fmt: skip
 GREEK = set(
-    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau upsilon "
-    "phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell hbar".split()
+    "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau "
+    "upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell "
+    "hbar".split()
 )
 NAMED = {"overline", "vec", "hat", "bar", "overrightarrow", "widehat", "tilde", "mathbb"}
 MULTIPLY = ("*", "\\cdot", "\\times")

@@ -26,10 +26,15 @@ _GREEK = (
     "varsigma sigma tau upsilon phi chi psi omega"
 ).split()
 _SYMBOLS |= {chr(0x3B1 + n): f"\\{name} " for n, name in enumerate(_GREEK)}
-_SYMBOLS |= {"\u0394": r"\Delta ", "\u03a9": r"\Omega ", "\u03a3": r"\Sigma ", "\u03c6": r"\phi "}
-_SUPER = dict(zip("\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f\u2071",
-                  "0123456789+-ni", strict=True))  # fmt: skip
-_SUB = dict(zip("\u2080\u2081\u2082\u2083\u2084\u2085\u2086\u2087\u2088\u2089", "0123456789", strict=True))  # fmt: skip
+_SYMBOLS |= {"\u0394": r"\Delta ", "\u03a9": r"\Omega ", "\u03a3": r"\Sigma "}
+_SUPER = dict(
+    zip(
+        "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079\u207a\u207b\u207f\u2071",
+        "0123456789+-ni",
+        strict=True,
+    )
+)
+_SUB = {chr(0x2080 + digit): str(digit) for digit in range(10)}
 
 _RENAMED = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom",
@@ -61,7 +66,7 @@ def guard(text: str) -> None:
     """Size limits on an extracted answer; raises GuardError."""
     if len(text) > MAX_CHARS:
         raise GuardError("answer_too_long")
-    if re.search(r"\d{%d}" % (MAX_DIGITS + 1), text):
+    if re.search(rf"\d{{{MAX_DIGITS + 1}}}", text):
         raise GuardError("too_many_digits")
     depth = 0
     for char in text:
@@ -151,8 +156,14 @@ def _closing(text: str, start: int) -> int:
 def _from_unicode(text: str) -> str:
     if text.isascii():
         return text
-    text = re.sub("[" + "".join(_SUPER) + "]+", lambda m: "^{" + "".join(_SUPER[c] for c in m[0]) + "}", text)  # fmt: skip
-    text = re.sub("[" + "".join(_SUB) + "]+", lambda m: "_{" + "".join(_SUB[c] for c in m[0]) + "}", text)  # fmt: skip
+    for mark, table in (("^", _SUPER), ("_", _SUB)):
+        text = re.sub(
+            "[" + "".join(table) + "]+",
+            lambda m, mark=mark, table=table: (
+                mark + "{" + "".join(table[char] for char in m[0]) + "}"
+            ),
+            text,
+        )
     for sign, macro in (("\u221a", r"\sqrt"), ("\u221b", r"\sqrt[3]")):
         text = re.sub(
             sign + r"\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]))",

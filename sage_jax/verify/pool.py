@@ -204,5 +204,3 @@ class Verifier:
                 if self._waiting.pop(name, None) is not None:
                     self._ready[name] = verdict
             self._changed.notify_all()
-
-

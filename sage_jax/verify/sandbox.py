@@ -73,9 +73,7 @@ def describe(layers: Mapping[str, Any]) -> str:
     inside = "mntns+" if layers["namespaces"] else ""
     files = f"{inside}landlock{layers['landlock']}" if layers["landlock"] else inside or "none"
     network = "+".join(
-        name
-        for name, on in (("netns", layers["namespaces"]), ("seccomp", layers["seccomp"]))
-        if on
+        name for name, on in (("netns", layers["namespaces"]), ("seccomp", layers["seccomp"])) if on
     )
     process = ("pidns+" if layers["namespaces"] else "") + (
         "nofork" if layers["seccomp"] else "rlimit"

@@ -97,6 +97,7 @@ _SPELLED = {"one half": r"\frac{1}{2}", "half": r"\frac{1}{2}", "one third": r"\
             "one quarter": r"\frac{1}{4}", "three fourths": r"\frac{3}{4}",
             "three quarters": r"\frac{3}{4}", "infinity": r"\infty",
             "negative infinity": r"-\infty"}  # fmt: skip
+_REALS = {"all real numbers", "all reals", "real numbers", "all real values"}
 _SHORT_WORDS = set("yes no odd even all none one two six ten sun mon tue wed thu fri sat".split())
 
 
@@ -115,6 +116,9 @@ def _shape(text: str):
     spelled = _spelled(words(text))
     if spelled is not None:
         return _shape(spelled)
+    if words(text) in _REALS or text.replace(" ", "") == "\\mathbb{R}":
+        ends = (Value(("neg", ("const", "inf"))), Value(("const", "inf")))
+        return Bracket("(", ")", ends)
     if _is_text(text):
         return Text(words(text))
     if _GROUPED.match(text):
@@ -284,7 +288,8 @@ def _split_connectors(text: str) -> list[str]:
 def split_commas(text: str, grouped: bool = True) -> list[str]:
     """Parts between top-level commas; ``1,234`` stays whole unless ``grouped`` is False."""
     if grouped:
-        text = re.sub(r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?![\d,])", lambda m: m[0].replace(",", ""), text)  # fmt: skip
+        groups = r"(?<![\d,.])(\d{1,3}(?:,\d{3})+)(?![\d,])"
+        text = re.sub(groups, lambda match: match[0].replace(",", ""), text)
     return split_top(text, (",",))
 
 

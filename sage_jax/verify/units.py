@@ -22,13 +22,13 @@ _add("length", "mm,millimeter,millimetre=1/1000; cm,centimeter,centimetre=1/100;
 _add("time", "s,sec,second=1; min,minute=60; h,hr,hour=3600; day=86400; week=604800")
 _add("mass", "mg,milligram=1/1000; g,gram=1; kg,kilogram=1000; ton,tonne=1000000; "
      "lb,pound=45359237/100000; oz,ounce=45359237/1600000")  # fmt: skip
-_add("volume", "ml,milliliter,millilitre=1/1000; l,liter,litre=1; quart=946352946/1000000000; "
-     "gallon=3785411784/1000000000; pint=473176473/1000000000; cup=2365882365/10000000000")  # fmt: skip
+_add("volume", "ml,milliliter,millilitre=1/1000; l,liter,litre=1; "
+     "quart=946352946/1000000000; gallon=3785411784/1000000000; pint=473176473/1000000000; cup=473176473/2000000000")  # fmt: skip
 _add("money", "dollar,usd=1; cent=1/100")
 _add("angle", "degree,deg=1")
 _add("turn", "radian,rad=1")
 _add("year", "month=1/12; year,yr=1; decade=10; century=100")
-_IGNORED = {"unit", "of", "the", "", "total", "in"}
+_IGNORED = {"unit", "of", "the", "", "total"}
 _SHORT = {name for name in _TABLE if len(name) <= 3}
 
 _MACRO_UNIT = re.compile(
@@ -36,13 +36,14 @@ _MACRO_UNIT = re.compile(
     r"(?:\^\s*\{?-?\d\}?)?\s*(?:[/.]|\\cdot|\\times)?\s*)+)$"
 )
 _WORD_UNIT = re.compile(r"^(?P<value>.*[\d})\]!%])\s+(?P<unit>[A-Za-z]{2,}(?:[ /][A-Za-z.]+)*)$")
+_FUNCTION = re.compile(r"\\circ|\\(?:arc)?(?:sin|cos|tan|cot|sec|csc)")
 _DEGREES = re.compile(r"^(?P<value>.*?)\s*\^\s*\\circ\s*(?:\\text\s*\{\s*[CFK]?\s*\}|[CF])?$")
 
 
 def split(text: str) -> tuple[str, str]:
     """A quantity as (value, unit text); the unit is "" when there is none."""
     match = _DEGREES.match(text)
-    if match and match["value"] and "\\circ" not in match["value"]:
+    if match and match["value"] and not _FUNCTION.search(match["value"]):
         return match["value"], "degree"
     match = _MACRO_UNIT.match(text)
     if match:
@@ -83,7 +84,7 @@ def _singular(word: str) -> str:
 def _parse(unit: str) -> tuple[dict[str, int], Fraction] | None:
     """Dimensions with powers and size; None when a word is unknown."""
     dimensions: dict[str, int] = {}
-    size, sign, power = Fraction(1), 1, 1
+    size, last_size, sign, power = Fraction(1), Fraction(1), 1, 1
     text = unit.casefold().replace("mph", "mile per hour").replace("^", " ^")
     for word in re.findall(r"[a-z]+|/|\^\s*-?\d", text):
         if word in ("/", "per"):

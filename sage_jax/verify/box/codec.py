@@ -101,8 +101,7 @@ def encode(value, handle, depth=0):
 
 def _pairs(value, handle, depth):
     return [
-        [encode(key, handle, depth), encode(item, handle, depth)]
-        for key, item in dict.items(value)
+        [encode(key, handle, depth), encode(item, handle, depth)] for key, item in dict.items(value)
     ]
 
 
@@ -149,10 +148,7 @@ def _items(body, handle, depth):
 
 
 def _mapping(body, handle, depth):
-    return {
-        decode(key, handle, depth): decode(item, handle, depth)
-        for key, item in body
-    }
+    return {decode(key, handle, depth): decode(item, handle, depth) for key, item in body}
 
 
 def _integer(text):

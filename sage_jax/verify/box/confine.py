@@ -15,11 +15,13 @@ libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
+PR_SET_KEEPCAPS, CAP_DAC_READ_SEARCH = 8, 1 << 2
 PR_CAPBSET_DROP, PR_CAP_AMBIENT, PR_CAP_AMBIENT_CLEAR_ALL = 24, 47, 4
 CLONE_NEWNS, CLONE_NEWUTS, CLONE_NEWIPC = 0x20000, 0x4000000, 0x8000000
 CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC = 1, 2, 4, 8
 MS_REMOUNT, MS_BIND, MS_REC, MS_PRIVATE = 32, 4096, 16384, 1 << 18
+MS_NOATIME, MS_NODIRATIME, MS_RELATIME, ST_RELATIME = 1024, 2048, 1 << 21, 4096
 MNT_DETACH = 2
 SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
@@ -35,9 +37,14 @@ def check(result: int, what: str) -> int:
     return result
 
 
+def death_signal(number: int) -> None:
+    """Ask for a signal when the thread that made this process ends."""
+    check(libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0), "pdeathsig")
+
+
 def die_with_parent(parent: int) -> None:
     """Ask for SIGKILL when the creating thread ends; leave at once if it already has."""
-    check(libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0), "pdeathsig")
+    death_signal(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
@@ -62,10 +69,17 @@ def set_limits(cpu: int, memory: int, file_size: int, files: int, tasks: int | N
         resource.setrlimit(kind, (soft, hard))
 
 
-def drop_user(uid: int) -> None:
+def drop_user(uid: int, keep_reading: bool = False) -> None:
+    """Become a user nobody uses; with ``keep_reading`` one that may read any file (which is for
+    Landlock to bound), because the interpreter lies in a closed home.
+    """
+    if keep_reading:
+        check(libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "keepcaps")
     os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
+    if keep_reading:
+        set_capabilities(CAP_DAC_READ_SEARCH)
 
 
 def drop_capabilities() -> None:
@@ -74,16 +88,21 @@ def drop_capabilities() -> None:
     for capability in range(64):
         if libc.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break
+    set_capabilities(0)
+
+
+def set_capabilities(mask: int) -> None:
     header = struct.pack("<Ii", 0x20080522, 0)
-    check(libc.capset(header, bytes(24)), "capset")
+    check(libc.capset(header, struct.pack("<6I", mask, mask, 0, 0, 0, 0)), "capset")
 
 
 def no_new_privileges() -> None:
     check(libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), "no_new_privs")
 
 
-def not_dumpable() -> None:
-    check(libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0), "dumpable")
+def dumpable(yes: bool) -> None:
+    """Whether others of the same user may look into this process."""
+    check(libc.prctl(PR_SET_DUMPABLE, int(yes), 0, 0, 0), "dumpable")
 
 
 # --- namespaces and the private root ------------------------------------------------------
@@ -137,10 +156,10 @@ def readable_roots() -> list[str]:
 def bind(source: str, target: str, extra: int) -> None:
     mount(source, target, None, MS_BIND | MS_REC)
     # Flags of the source are locked inside a user namespace, so they are repeated.
-    kept = os.statvfs(target).f_flag & (MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048 | 4096)
-    names = {1024: 1 << 10, 2048: 1 << 11, 4096: 1 << 21}  # noatime, nodiratime, relatime
-    flags = sum(names.get(bit, bit) for bit in (2, 4, 8, 1024, 2048, 4096) if kept & bit)
-    mount(None, target, None, MS_BIND | MS_REMOUNT | flags | extra)
+    seen = os.statvfs(target).f_flag
+    kept = seen & (MS_NOSUID | MS_NODEV | MS_NOEXEC | MS_NOATIME | MS_NODIRATIME)
+    relative = MS_RELATIME if seen & ST_RELATIME else 0
+    mount(None, target, None, MS_BIND | MS_REMOUNT | kept | relative | extra)
 
 
 def enter_private_root(base: str, roots: list[str]) -> None:

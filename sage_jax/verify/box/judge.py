@@ -6,14 +6,17 @@ object to its private pipe. What it never sees from the solution is code.
 
 import ast
 import builtins
+import importlib
 import json
 import math
 import os
 
 from codec import CodecError, Connection, canonical, decode, encode
+from compare import copy_back, literal, matches, parse_input, standard_modules
 from remote import Lost, Remote, RemoteClass, local_exception
 
 BATCH = 32
+REFUSALS = ("missing_entry_point", "result_too_large", "too_deep", "not_plain")
 MAX_LITERAL = 4000
 MAX_STDOUT = 8 << 20
 
@@ -93,6 +96,8 @@ class Judge:
     def _asserts(self):
         names = {"__name__": "tests", "__builtins__": builtins}
         names.update(self._bind())
+        for module in standard_modules(self._plan["chunks"], names):
+            names[module] = importlib.import_module(module)
         for number, chunk in enumerate(self._plan["chunks"]):
             try:
                 code = compile(chunk, f"tests-{number}", "exec", dont_inherit=True)
@@ -117,8 +122,11 @@ class Judge:
     def _io(self):
         plan = self._plan
         (function,) = self._bind().values()
-        wanted = [self._literal(text) for text in plan["expected"]]
-        arguments = [self._arguments(text) for text in plan["args"]]
+        try:
+            wanted = [self._literal(text) for text in plan["expected"]]
+            arguments = [self._arguments(text) for text in plan["args"]]
+        except Exception:  # the task's own data is broken
+            return verdict("error", "verifier_error")
         for start in range(0, len(wanted), BATCH):
             group = arguments[start : start + BATCH]
             results = self._call_many(function, group)
@@ -317,78 +325,9 @@ class Judge:
     def _own_handle(self, value):
         if isinstance(value, Remote):
             return {"id": value._number}
+        if isinstance(value, type) and getattr(builtins, value.__name__, None) is value:
+            return {"builtin": value.__name__}
         if callable(value):
             self._callbacks.append(value)
             return {"callback": len(self._callbacks) - 1}
         raise CodecError("verifier_error")
-
-
-REFUSALS = ("missing_entry_point", "result_too_large", "too_deep", "not_plain")
-
-
-def parse_input(text):
-    """Argument tuple of one input line: ``3, [1]`` and ``(3, [1])`` are two arguments."""
-    value = ast.literal_eval(text.strip())
-    return value if type(value) is tuple else (value,)
-
-
-def matches(got, want, compare, atol):
-    """Whether a result meets the expected value of an io test (``set``, ``not_none``, ``eq``)."""
-    if compare == "not_none":
-        return got == want if type(got) is bool else (got is not None) == want
-    if compare == "set":
-        try:
-            return set(got) == set(want)
-        except TypeError:
-            return False
-    return _equal(got, want, atol)
-
-
-def _equal(got, want, atol):
-    if isinstance(got, Remote):
-        return False
-    numbers = (int, float)
-    if type(got) in numbers and type(want) in numbers:
-        if got == want or (got != got and want != want):
-            return True
-        return bool(atol) and abs(got - want) <= atol + 1e-7 * abs(want)
-    if type(got) is not type(want):
-        return bool(got == want)
-    if type(got) in (list, tuple):
-        return len(got) == len(want) and all(
-            _equal(a, b, atol) for a, b in zip(got, want, strict=True)
-        )
-    if type(got) is dict:
-        return got.keys() == want.keys() and all(_equal(got[k], want[k], atol) for k in want)
-    return bool(got == want)
-
-
-def copy_back(own, changed):
-    """Make an argument of the tests look as the solution left it."""
-    if type(own) is not type(changed):
-        return
-    if type(own) in (list, bytearray):
-        own[:] = changed
-    elif type(own).__name__ == "deque" or type(own) in (dict, set):
-        own.clear()
-        (own.extend if hasattr(own, "extend") else own.update)(changed)
-
-
-def literal(value):
-    """Python literal of plain data, one text per value; CodecError for anything else."""
-    kind = type(value)
-    if kind is float and not math.isfinite(value):
-        raise CodecError("not_plain")
-    if value is None or kind in (bool, int, float, str, bytes, complex):
-        return repr(value)
-    if kind is list:
-        return "[" + ", ".join(map(literal, value)) + "]"
-    if kind is tuple:
-        return "(" + ", ".join(map(literal, value)) + (",)" if len(value) == 1 else ")")
-    if kind is set:
-        return "{" + ", ".join(sorted(map(literal, value))) + "}" if value else "set()"
-    if kind is dict:
-        pairs = (f"{literal(key)}: {literal(item)}" for key, item in value.items())
-        return "{" + ", ".join(pairs) + "}"
-    raise CodecError("not_plain")
-

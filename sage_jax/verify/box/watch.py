@@ -5,7 +5,7 @@ import select
 import time
 
 OUTPUT_CAP, TAIL = 1 << 20, 2048
-BUSY_SHARE, WALL_STRETCH = 0.1, 4
+BUSY_SHARE, WALL_STRETCH = 0.1, 1.95
 
 
 class Watch:

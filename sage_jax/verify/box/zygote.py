@@ -57,13 +57,16 @@ class Zygote:
         self._roots = confine.readable_roots()
         self._layers = {}
         self._scratch_number = 0
+        self._keep_reading = False
+        self._landlock = 0 if "landlock" in self._without else confine.landlock_abi()
         self._enter_namespaces()
         self._scratch = "/w" if self._layers["namespaces"] else self._make_base()
         self._devnull = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         if self._uid is not None and not self._layers["namespaces"]:
             self._keep_reachable()
+        if "setuid" in self._without:
+            self._uid = None
         self._layers["user"] = os.geteuid() if self._uid is None else self._uid
-        self._landlock = 0 if "landlock" in self._without else confine.landlock_abi()
         self._filter = None
         if "seccomp" not in self._without:
             try:
@@ -83,22 +86,25 @@ class Zygote:
         if "namespaces" in self._without:
             self._layers["missing_namespaces"] = "left out on request"
             return
+        ways = ("root", "dropped", "user") if os.geteuid() == 0 else ("user",)
         problems = []
-        for user in (False, True) if os.geteuid() == 0 else (True,):
-            problem = in_child(lambda user=user: self._isolate(user))
+        for way in ways:
+            problem = in_child(lambda way=way: self._isolate(way))
             if problem is None:
-                self._isolate(user)
-                self._layers["namespaces"] = True
-                self._layers["user_namespace"] = user
-                if user:
-                    self._uid = None  # the only user mapped there is the own one
+                self._isolate(way)
+                self._layers["namespaces"] = way
+                if way != "root":
+                    self._uid = None  # a user namespace maps only the user who made it
                 self._become_first()
                 return
-            problems.append(problem)
+            problems.append(f"{way}: {problem}")
         self._layers["missing_namespaces"] = "; ".join(problems)
 
-    def _isolate(self, user):
-        confine.unshare(user)
+    def _isolate(self, way):
+        if way == "dropped":  # root without the right to unshare: another user may have it
+            confine.drop_user(self._uid)
+            confine.dumpable(True)  # or the map of the namespace could not be written
+        confine.unshare(user=way != "root")
         # Any folder will do as the place of the new root: only this mount namespace sees it.
         place = next(path for path in ("/tmp", "/mnt", "/var") if os.path.isdir(path))
         confine.enter_private_root(place, self._roots)
@@ -111,13 +117,14 @@ class Zygote:
             self._control.close()
             os.waitpid(child, 0)
             os._exit(0)
-        confine.check(confine.libc.prctl(1, signal.SIGKILL, 0, 0, 0), "pdeathsig")
+        confine.death_signal(signal.SIGKILL)
         if os.getppid() not in (0, parent):
             os._exit(1)
 
     def _make_base(self):
         """Without a private root: a folder for scratches, removed when the trainer ends."""
         self._base = self._layers["base"] = tempfile.mkdtemp(prefix="sage-sandbox-")
+        tempfile.tempdir = None  # forget the choice: a program has its own
         os.chmod(self._base, 0o711)
 
         def leave(*_):
@@ -125,19 +132,23 @@ class Zygote:
             os._exit(0)
 
         signal.signal(signal.SIGTERM, leave)
-        confine.check(confine.libc.prctl(1, signal.SIGTERM, 0, 0, 0), "pdeathsig")
+        confine.death_signal(signal.SIGTERM)
 
     def _keep_reachable(self):
-        """Stay on this user where another one could not read the interpreter's own files."""
+        """Where another user could not read the interpreter's own files, leave it that one right
+        if Landlock bounds it, else stay on this user.
+        """
 
         def look():
-            confine.drop_user(self._uid)
+            confine.drop_user(self._uid, keep_reading=self._keep_reading)
             os.chdir(self._base)
             with open(os.__file__, "rb"):
                 pass
 
-        if "setuid" in self._without or in_child(look) is not None:
-            self._uid = None
+        if in_child(look) is not None:
+            self._keep_reading = self._landlock > 0
+            if not self._keep_reading or in_child(look) is not None:
+                self._uid, self._keep_reading = None, False
 
     def _new_scratch(self):
         if self._layers["namespaces"]:
@@ -170,11 +181,11 @@ class Zygote:
         parent = os.getppid()
         confine.set_limits(limits["cpu"], limits["memory"], FILE_SIZE, 64, tasks)
         if self._uid is not None:
-            confine.drop_user(self._uid + (1 if as_judge else 0))
+            confine.drop_user(self._uid + (1 if as_judge else 0), self._keep_reading)
         elif os.geteuid() == 0 or self._layers["namespaces"]:
             confine.drop_capabilities()
         confine.no_new_privileges()
-        confine.not_dumpable()
+        confine.dumpable(False)
         confine.die_with_parent(parent)
         os.chdir(scratch or "/")
         if self._landlock:

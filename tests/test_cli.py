@@ -1,0 +1,176 @@
+"""The front door as a user meets it: exit codes, messages, files in and out."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from sage_jax import modes
+from sage_jax.config import base, validate
+from sage_jax.core.tokens import Tokens
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*args, cwd=ROOT, **env):
+    """`python -m sage_jax.main ARGS` with one device."""
+    environment = {**os.environ, "XLA_FLAGS": "", **env}
+    return subprocess.run(
+        [sys.executable, "-m", "sage_jax.main", *args],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def offline(mode, folder, tmp_path, rows, **fields):
+    """One of the file modes in this process: (exit code, output rows)."""
+    c = base()
+    c.model.path, c.mesh.data, c.report.quiet = str(folder), 1, True
+    c.rollout.slots, c.optim.micro_rows = 4, 4
+    source, target = tmp_path / "in.jsonl", tmp_path / f"{mode}.jsonl"
+    source.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in rows))
+    job = modes.Job(validate(c), {}, tmp_path, source, target)
+    code = modes.MODES[mode](job, lambda: False)
+    return code, [json.loads(line) for line in target.read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("args", "part"),
+    [
+        (("--config=configs/tiny.py", "--config.optim.learnin_rate=1"), "optim.lr"),
+        (("--config=configs/tiny.py", "--config.optim.lr=fast"), "optim.lr"),
+        (("--config=configs/tiny.py", "--config.optim.lr=-1"), "[0, 1]"),
+        (("--config=configs/none.py",), "none.py"),
+        (("--mode=train",), "--config=FILE"),
+        (("--mode=trian", "--config=configs/tiny.py"), "trian"),
+        (("--mode=generate", "--output=x"), "--input"),
+        (("--mode=score", "--input=missing.jsonl", "--output=x"), "missing.jsonl"),
+        (("--mode=export",), "--output"),
+        (("--config=configs/tiny.py", "--worksdir=x"), "worksdir"),
+        (("--config=configs/tiny.py", "extra"), "extra"),
+    ],
+)
+def test_a_bad_command_line_ends_with_2_and_one_clear_line(args, part):
+    result = run(*args)
+    assert result.returncode == 2, result.stderr
+    assert part in result.stderr and "Traceback" not in result.stderr
+
+
+def test_bad_sources_are_all_named_before_a_model_is_loaded(tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"id": "a", "domain": "math", "question": "1+1?"}\nnot json\n')
+    result = run(
+        "--config=configs/tiny.py",
+        f"--config.tasks.seeds={bad},{tmp_path}/absent.jsonl",
+        f"--workdir={tmp_path}/run",
+    )
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    for part in ("bad.jsonl:1", "bad.jsonl:2", "absent.jsonl", "answer"):
+        assert part in result.stderr, result.stderr
+
+
+def test_generate_returns_every_sample_in_input_order(tiny_folder, tmp_path):
+    tokens = Tokens.load(tiny_folder)
+    rows = [
+        {"id": "text", "prompt": "ana has 7", "n": 3, "max_new_tokens": 9},
+        {"id": "chat", "messages": [{"role": "user", "content": "ana has 7"}], "temperature": 0.7},
+        {"id": "ids", "tokens": [5, 6, 7], "temperature": 0, "max_new_tokens": 5, "stop_ids": []},
+        {"id": "more", "prompt": "ben has 9", "top_p": 0.5, "seed": 3, "max_new_tokens": 40},
+    ]
+    code, out = offline("generate", tiny_folder, tmp_path, rows)
+    assert code == 0
+    assert [(r["id"], r["sample"]) for r in out] == [
+        ("text", 0), ("text", 1), ("text", 2), ("chat", 0), ("ids", 0), ("more", 0),
+    ]  # fmt: skip
+    for row in out:
+        assert row.keys() == {"id", "sample", "tokens", "logps", "text", "finish"}
+        assert len(row["tokens"]) == len(row["logps"]) and row["finish"] in ("stop", "length")
+        assert row["text"] == tokens.decode(row["tokens"])
+        if row["finish"] == "stop":
+            assert row["tokens"][-1] in tokens.stop_ids
+    assert len({tuple(r["tokens"]) for r in out[:3]}) == 3
+    assert len(out[4]["tokens"]) == 5 and out[4]["finish"] == "length"
+    # Randomness is f(seed, id, sample, position): company, order and n change nothing.
+    code, again = offline("generate", tiny_folder, tmp_path, [rows[3], {**rows[0], "n": 2}])
+    assert [r["tokens"] for r in again] == [out[5]["tokens"], out[0]["tokens"], out[1]["tokens"]]
+
+
+def test_score_agrees_with_what_generate_reported(tiny_folder, tmp_path):
+    prompts = [{"id": f"p{i}", "tokens": [5 + i, 6, 7], "max_new_tokens": 4 + i} for i in range(5)]
+    for i, temperature in enumerate((1.0, 0.6, 1.3, 0, 1.0)):
+        prompts[i]["temperature"] = temperature
+    _, sampled = offline("generate", tiny_folder, tmp_path, prompts)
+    rows = []
+    for prompt, row in zip(prompts, sampled, strict=True):
+        rows.append({"id": row["id"], "tokens": prompt["tokens"] + row["tokens"]})
+        if prompt["temperature"]:
+            rows[-1]["temperature"] = prompt["temperature"]
+    rows.append({"id": "single", "tokens": [3]})
+    code, scored = offline("score", tiny_folder, tmp_path, rows)
+    assert code == 0 and [r["id"] for r in scored] == [r["id"] for r in rows]
+    for row, sample in zip(scored, sampled, strict=False):
+        assert len(row["logps"]) == 2 + len(sample["tokens"])
+        np.testing.assert_allclose(row["logps"][2:], sample["logps"], atol=1e-5)
+    assert scored[-1]["logps"] == []
+
+
+BAD_GENERATE = [
+    ("{broken\n", "not a JSON object"),
+    ({"prompt": "x"}, "id is missing"),
+    ({"id": "a"}, "exactly one of"),
+    ({"id": "b", "prompt": "x", "tokens": [1]}, "exactly one of"),
+    ({"id": "c", "prompt": ""}, "no tokens"),
+    ({"id": "d", "tokens": [99999]}, "99999"),
+    ({"id": "e", "prompt": "x", "temperature": -1}, "temperature=-1"),
+    ({"id": "f", "prompt": "x", "top_p": 0}, "top_p=0"),
+    ({"id": "g", "prompt": "x", "n": 0}, "n=0"),
+    ({"id": "h", "prompt": "x", "max_new_tokens": 10**6}, "positions"),
+    ({"id": "i", "prompt": "x", "temprature": 1}, "temprature"),
+    ({"id": "j", "messages": [{"role": "user"}]}, "content"),
+    ({"id": "k", "prompt": 5}, "prompt=5"),
+    ({"id": "good", "prompt": "y"}, "used on line"),
+    ("[1, 2]\n", "not a JSON object"),
+]
+
+
+def test_bad_lines_are_named_and_the_rest_is_done(tiny_folder, tmp_path, capsys):
+    good = {"id": "good", "prompt": "ana has 7", "max_new_tokens": 3}
+    code, out = offline(
+        "generate", tiny_folder, tmp_path, [good, *(row for row, _ in BAD_GENERATE)]
+    )
+    assert code == 1 and [r["id"] for r in out] == ["good"]
+    lines = capsys.readouterr().err.splitlines()
+    for number, (_, part) in enumerate(BAD_GENERATE, 2):
+        assert any(f"in.jsonl:{number}: " in x and part in x for x in lines), (number, part, lines)
+    rows = [
+        {"id": "a", "tokens": []},
+        {"id": "b", "tokens": [1, -1]},
+        {"id": "c", "tokens": [1, 2]},
+    ]
+    rows.append({"id": "d", "tokens": [1, 2], "temperature": 0})
+    code, out = offline("score", tiny_folder, tmp_path, rows)
+    assert code == 1 and [r["id"] for r in out] == ["c"]
+    err = capsys.readouterr().err
+    assert all(f"in.jsonl:{n}: " in err for n in (1, 2, 4))
+
+
+def test_an_empty_input_gives_an_empty_output(tiny_folder, tmp_path):
+    assert offline("generate", tiny_folder, tmp_path, []) == (0, [])
+    assert offline("score", tiny_folder, tmp_path, ["\n"]) == (0, [])
+
+
+def test_export_writes_a_folder_that_gives_the_same_answers(tiny_folder, tmp_path):
+    c = base()
+    c.model.path, c.mesh.data, c.report.quiet = str(tiny_folder), 1, True
+    job = modes.Job(validate(c), {}, tmp_path / "none", Path(), tmp_path / "out")
+    assert modes.run_export(job, lambda: False) == 0
+    rows = [{"id": "a", "prompt": "ana has 7", "max_new_tokens": 8}]
+    want = offline("generate", tiny_folder, tmp_path, rows)
+    assert offline("generate", tmp_path / "out", tmp_path, rows) == want

@@ -1,0 +1,239 @@
+"""The loop: resume to the bit, saves on request, stops on machine faults, accounts for its time."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from sage_jax import modes, train
+from sage_jax.config import base, validate
+from sage_jax.core.checkpoint import Checkpoints
+from sage_jax.methods.graph import Cancelled
+from sage_jax.report.metrics import METRICS
+from sage_jax.run import start
+from sage_jax.verify import Verdict
+
+STEPS = 4
+VARYING = ("time/", "rates/", "memory/", "compiles")
+
+
+def small_config(folder, **changes):
+    c = base()
+    c.model.path = str(folder)
+    c.tokens.max_prompt = 80
+    c.tasks.seeds = ("asset:tiny/train.jsonl",)
+    c.valid.path = "asset:tiny/valid.jsonl"
+    c.valid.every, c.valid.limit, c.valid.samples = 2, 2, 2
+    c.train.steps = STEPS
+    c.checkpoint.every = 2
+    c.method.prompts = "short"
+    c.method.candidates = c.method.drawn = 4
+    c.method.attempts = c.method.solutions = 2
+    c.rollout.slots, c.rollout.chunk, c.rollout.prefill_rows = 16, 8, 8
+    c.rollout.buckets = (96,)
+    for role in ("challenger", "planner", "solver", "critic"):
+        c.rollout.max_new[role] = 16
+    c.optim.lr, c.optim.micro_rows, c.optim.buckets = 1e-3, 8, (96,)
+    c.mesh.data = 1
+    c.report.quiet = True
+    for name, value in changes.items():
+        group, leaf = name.split("__")
+        c[group][leaf] = value
+    return validate(c)
+
+
+def job(config, workdir):
+    return modes.Job(config, {}, workdir, Path(), Path())
+
+
+def rows(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [
+        {k: v for k, v in json.loads(line).items() if not k.startswith(VARYING)} for line in lines
+    ]
+
+
+def final_state(workdir, config):
+    with start(config, workdir, lambda: False) as run:
+        return jax.device_get(run.state), run.pool.to_json()
+
+
+@pytest.fixture(scope="module")
+def finished(tiny_folder, tmp_path_factory):
+    """An uninterrupted run, the yardstick of the resumed ones."""
+    config = small_config(tiny_folder)
+    workdir = tmp_path_factory.mktemp("whole")
+    assert modes.run_train(job(config, workdir), lambda: False) == 0
+    return config, workdir, *final_state(workdir, config)
+
+
+def assert_same_run(finished, workdir):
+    config, whole, state, pool = finished
+    assert rows(workdir) == rows(whole)
+    for name in ("metrics.jsonl", "episodes.jsonl"):
+        assert len((workdir / name).read_text().splitlines()) == len(
+            (whole / name).read_text().splitlines()
+        )
+    assert (workdir / "episodes.jsonl").read_bytes() == (whole / "episodes.jsonl").read_bytes()
+    got_state, got_pool = final_state(workdir, config)
+    assert got_pool == pool
+    jax.tree.map(np.testing.assert_array_equal, got_state, state)
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the program may catch it and tidy up."""
+
+
+@pytest.mark.parametrize("step", [1, 2, 3])
+def test_a_run_killed_after_any_step_resumes_to_the_same_bits(
+    finished, tmp_path, monkeypatch, step
+):
+    real = train.report
+
+    def report(run, figures):
+        real(run, figures)
+        if run.step == step:
+            raise Killed
+
+    monkeypatch.setattr(train, "report", report)
+    with pytest.raises(Killed):
+        modes.run_train(job(finished[0], tmp_path), lambda: False)
+    monkeypatch.setattr(train, "report", real)
+    # The kill fell into the middle of a line of each file.
+    for name in ("metrics.jsonl", "episodes.jsonl"):
+        with (tmp_path / name).open("a") as file:
+            file.write('{"step": 3, "torn')
+    assert modes.run_train(job(finished[0], tmp_path), lambda: False) == 0
+    assert_same_run(finished, tmp_path)
+
+
+def test_a_stop_in_the_middle_of_a_rollout_saves_the_last_whole_step(finished, tmp_path):
+    calls = []
+
+    def stop():
+        calls.append(1)
+        return len(calls) > 8
+
+    assert modes.run_train(job(finished[0], tmp_path), stop) == modes.TERMINATED
+    assert 0 < modes.newest_step(tmp_path / "checkpoints") < STEPS
+    assert modes.run_train(job(finished[0], tmp_path), lambda: False) == 0
+    assert_same_run(finished, tmp_path)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(finished, capsys):
+    config, workdir, *_ = finished
+    before = (workdir / "metrics.jsonl").read_bytes()
+    assert modes.run_train(job(config, workdir), lambda: False) == 0
+    out = capsys.readouterr().out
+    assert f"step {STEPS} of train.steps={STEPS}" in out and "--workdir" in out
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+def test_every_step_writes_the_promised_metrics(finished):
+    _, workdir, *_ = finished
+    lines = [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(STEPS + 1))
+    assert "valid/accuracy" in lines[0] and "loss" not in lines[0]
+    promised = """solve_rate masked loss grad_norm ratio/max logp_gap/mean logp_gap/max
+        tokens/generated memory/rss_gib compiles pool/size pool/admitted pool/duplicates
+        pool/invalid time/rollout time/verify time/update time/total live_slots""".split()
+    for role in ("challenger", "planner", "solver", "critic"):
+        promised += [f"reward/{role}", f"parse_fail/{role}", f"entropy/{role}", f"length/{role}"]
+        promised += [f"adv/{role}_mean", f"adv/{role}_std"]
+    for line in lines[1:]:
+        assert set(line) <= set(METRICS)
+        absent = [name for name in promised if name not in line]
+        # A random model writes no valid proposal, so there may be no row of a Critic.
+        assert not [name for name in absent if "critic" not in name], absent
+        assert line["ratio/max"] == 1.0 and line["logp_gap/max"] < 1e-3
+    assert ["valid/accuracy" in line for line in lines] == [True, False, True, False, True]
+
+
+def test_weights_move_and_the_sampler_follows_them(finished):
+    config, workdir, state, _ = finished
+    with start(config, workdir / "other", lambda: False) as run:
+        first = jax.device_get(run.state.params)
+    moved = [
+        np.abs(a - b).max()
+        for a, b in zip(jax.tree.leaves(first), jax.tree.leaves(state.params), strict=True)
+    ]
+    assert min(moved) > 0
+    # Sampler and learner agree at every step, so the sampler had the moved weights too.
+    for row in rows(workdir)[1:]:
+        assert row["logp_gap/max"] < 1e-3
+
+
+def test_a_run_stops_when_the_machinery_loses_too_many_verdicts(
+    tiny_folder, tmp_path, monkeypatch, capsys
+):
+    lost = Verdict("error", "sandbox_error")
+    real = train.rollout
+
+    def rollout(run, step):
+        episodes = real(run, step)
+        for episode in episodes:
+            for sample in episode.samples.get("solve", ()):
+                sample.verdict, sample.masked = lost, True
+        return episodes
+
+    monkeypatch.setattr(train, "rollout", rollout)
+    config = small_config(tiny_folder)
+    assert modes.run_train(job(config, tmp_path), lambda: False) == 1
+    assert "sandbox_error" in capsys.readouterr().err
+    monkeypatch.setattr(train, "rollout", real)
+    easy = small_config(tiny_folder, sandbox__max_error_share=1.0, train__steps=1)
+    assert modes.run_train(job(easy, tmp_path / "b"), lambda: False) == 0
+
+
+def test_updates_that_stay_non_finite_stop_the_run_and_leave_the_weights(
+    tiny_folder, tmp_path, monkeypatch, capsys
+):
+    real = train.training_batches
+
+    def poisoned(samples, config):
+        batches = real(samples, config)
+        for micro in batches[0].micros:
+            micro.adv_b[:] = np.inf
+        return batches
+
+    monkeypatch.setattr(train, "training_batches", poisoned)
+    config = small_config(tiny_folder, optim__max_skipped=2)
+    assert modes.run_train(job(config, tmp_path), lambda: False) == 1
+    assert "2 updates in a row" in capsys.readouterr().err
+    lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert lines[1]["skipped_updates"] == 1 and "grad_norm" not in lines[1]
+
+
+@pytest.mark.parametrize("changes", [{"epochs": 2}, {"minibatches": 2}, {"kl_coef": 0.1}])
+def test_several_updates_on_one_rollout_take_ratios_against_its_start(
+    tiny_folder, tmp_path, changes
+):
+    fields = {f"optim__{name}": value for name, value in changes.items()}
+    config = small_config(tiny_folder, train__steps=1, **fields)
+    assert modes.run_train(job(config, tmp_path), lambda: False) == 0
+    row = rows(tmp_path)[-1]
+    if "kl_coef" in changes:
+        assert row["kl"] == 0 and row["ratio/max"] == 1.0
+    else:
+        assert row["ratio/max"] > 1.0
+    checkpoints = Checkpoints(tmp_path / "checkpoints", 9)
+    with start(config, tmp_path, lambda: False) as run:
+        assert int(run.state.step) == changes.get("epochs", 1) * changes.get("minibatches", 1)
+    checkpoints.close()
+
+
+def test_more_tasks_a_step_than_there_are_seeds_is_refused_before_the_model_loads(tiny_folder):
+    from sage_jax.config import ConfigError
+    from sage_jax.run import load_tasks
+
+    with pytest.raises(ConfigError, match="method.drawn=501.*500"):
+        load_tasks(small_config(tiny_folder, method__drawn=501))
+
+
+def test_cancelled_runs_do_not_pass_for_finished_ones(tiny_folder, tmp_path):
+    config = small_config(tiny_folder, train__steps=1)
+    with start(config, tmp_path, lambda: True) as run, pytest.raises(Cancelled):
+        train.train(run)
+    assert modes.newest_step(tmp_path / "checkpoints") in (None, 0)
