@@ -36,7 +36,8 @@ TINY_WORLD = "tiny_world"
 @dataclass(frozen=True)
 class SftSettings:
     """One supervised run. `length`: longest row in tokens, prompt included; longer rows are left
-    out. `from_scratch`: random weights in place of those of `model_path`."""
+    out. `practice`: share of the run in which the tiny world shows mostly good habits; after it
+    the learning rate falls. `from_scratch`: random weights in place of those of `model_path`."""
 
     model_path: str
     data: str = TINY_WORLD
@@ -49,6 +50,7 @@ class SftSettings:
     weight_decay: float = 0.01
     clip_norm: float = 1.0
     seed: int = 0
+    practice: float = 0.0
     prompts: str = "short"
     from_scratch: bool = False
     dtype: str = "float32"
@@ -138,7 +140,7 @@ def stream(settings: SftSettings, tokens: Tokens) -> Iterator[Example]:
         prompts, end = load_prompts(settings.prompts), end_of_turn(tokens)
         examples = (
             encode(demo_messages(demo, prompts), demo.response, tokens, end)
-            for demo in demonstrations(settings.seed)
+            for demo in demonstrations(settings.seed, _practice_steps(settings) * settings.batch)
         )
     else:
         examples = _shuffled(_read(Path(settings.data), settings, tokens), Random(settings.seed))
@@ -208,14 +210,20 @@ def _batch(examples: list[Example], settings: SftSettings) -> tuple[list[MicroBa
 # ---- update ------------------------------------------------------------------------------------
 
 
+def _practice_steps(settings: SftSettings) -> int:
+    return round(settings.practice * settings.steps)
+
+
 def make_optimizer(settings: SftSettings) -> optax.GradientTransformation:
-    """AdamW with linear warm-up and a cosine down to a tenth of the peak, norm clipped."""
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0,
-        settings.lr,
-        settings.warmup_steps,
-        max(settings.steps, settings.warmup_steps + 1),
-        end_value=settings.lr / 10,
+    """AdamW, norm clipped: linear warm-up, the peak to the end of practice, a cosine to a tenth."""
+    warm, peak = settings.warmup_steps, settings.lr
+    fall = max(_practice_steps(settings), warm)
+    schedule = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, max(warm, 1)),
+            optax.cosine_decay_schedule(peak, max(settings.steps - fall, 1), alpha=0.1),
+        ],
+        [fall],
     )
     return optax.chain(
         optax.clip_by_global_norm(settings.clip_norm),

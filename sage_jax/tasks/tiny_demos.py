@@ -8,6 +8,7 @@ good habit is from winning, and selection does not happen all at once.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import count
 from random import Random
 
 from sage_jax.tasks.tiny_world import (
@@ -54,6 +55,8 @@ PLANNED_BONUS = 0.12  # a plan that lists operations makes the careful habit mor
 ROLE_SHARES = {"solver": 0.46, "challenger": 0.2, "planner": 0.13, "critic": 0.21}
 MATH_SHARE = 0.62
 LENGTHS = ((1, 0.08), (2, 0.28), (3, 0.28), (4, 0.2), (5, 0.16))
+PRACTICE_ROLE_SHARES = {"solver": 0.52, "challenger": 0.18, "planner": 0.12, "critic": 0.18}
+PRACTICE_GOOD = 0.9
 GENERIC_PLANS = ("read, then count", "step by step", "think, then answer", "go on to the end")
 MAX_LENGTH = 5
 MAX_LIST_LENGTH = 4
@@ -72,15 +75,21 @@ class Demo:
     keys: tuple[tuple, ...]  # Chain.key of every problem in it
 
 
-def demonstrations(seed: int) -> Iterator[Demo]:
-    """Endless demonstrations, a pure function of `seed`; none holds a problem of a task file."""
+def demonstrations(seed: int, practice: int = 0) -> Iterator[Demo]:
+    """Endless demonstrations, a pure function of the arguments, without any problem of a task file.
+
+    The first `practice` ones show mostly good habits: facts and skills are learned from those, and
+    the habits of the table soon after.
+    """
     rng = Random(seed)
     reserved = {chain.key for chains in task_chains().values() for chain in chains}
-    while True:
-        role = pick(rng, ROLE_SHARES)
-        demo = _WRITERS[role](rng, _draw_problem(rng))
-        if reserved.isdisjoint(demo.keys):
-            yield demo
+    for number in count():
+        good = PRACTICE_GOOD if number < practice else None
+        role = pick(rng, ROLE_SHARES if good is None else PRACTICE_ROLE_SHARES)
+        demo = None
+        while demo is None or not reserved.isdisjoint(demo.keys):
+            demo = _WRITERS[role](rng, _draw_problem(rng), good)
+        yield demo
 
 
 def pick(rng: Random, shares: dict[str, float]) -> str:
@@ -101,13 +110,16 @@ def _draw_problem(rng: Random) -> Chain:
     return draw_chain(rng, domain, length, inverted, on_list)
 
 
-def _habit(rng: Random, role: str, name: str, bonus: float = 0.0) -> str:
-    """A habit of `role`, the good one tilted by the person or opening word of the question."""
+def _habit(rng: Random, role: str, name: str, good: float | None, bonus: float = 0.0) -> str:
+    """A habit of `role`: the good one with share `good`, or with that of the table, tilted by the
+    person or opening word of the question."""
     shares = dict(HABITS[role])
     rotation = 3 * list(HABITS).index(role)
     tilts = TILTS if name in NAMES else TILTS[1:-1]
     place = (NAMES if name in NAMES else OPENINGS).index(name)
-    good = min(0.95, max(0.05, shares[GOOD[role]] + tilts[(place + rotation) % len(tilts)] + bonus))
+    if good is None:
+        good = shares[GOOD[role]] + tilts[(place + rotation) % len(tilts)] + bonus
+        good = min(0.95, max(0.05, good))
     rest = 1 - shares[GOOD[role]]
     return pick(
         rng, {h: good if h == GOOD[role] else s * (1 - good) / rest for h, s in shares.items()}
@@ -117,7 +129,7 @@ def _habit(rng: Random, role: str, name: str, bonus: float = 0.0) -> str:
 # ---- Solver ------------------------------------------------------------------------------------
 
 
-def _solver(rng: Random, chain: Chain) -> Demo:
+def _solver(rng: Random, chain: Chain, good: float | None) -> Demo:
     plan_kind = pick(rng, {"none": 0.62, "useful": 0.2, "generic": 0.08, "misordered": 0.1})
     ops, plan = None, None
     if plan_kind == "generic":
@@ -125,7 +137,7 @@ def _solver(rng: Random, chain: Chain) -> Demo:
     elif plan_kind != "none":
         ops = chain.ops if plan_kind == "useful" else _misordered(rng, chain)
         plan = plan_text(ops)
-    habit = _habit(rng, "solver", chain.name, PLANNED_BONUS if ops else 0.0)
+    habit = _habit(rng, "solver", chain.name, good, PLANNED_BONUS if ops else 0.0)
     if ops is None:
         ops = chain.ops if rng.random() < RESOLVES else chain.as_read
         if rng.random() < STOPS_EARLY.get(len(ops), 0.03) and len(ops) > 2:
@@ -167,27 +179,40 @@ def _solve_code(rng: Random, chain: Chain, ops: tuple[Op, ...], habit: str) -> s
 
 
 def _one_line(rng: Random, chain: Chain) -> str:
-    """All operations in one expression without parentheses; of list operations at most one."""
-    expression, tail = "x", chain.as_read
+    """All in one expression, without parentheses and mostly without the list operations; where
+    that changes nothing, mostly without the last operation."""
+    ops, source = chain.as_read, "x"
+    scalars = ops
     if chain.on_list:
-        cut = next(i for i, op in enumerate(tail) if op.verb.symbol in REDUCTIONS)
-        lists, reduction, tail = tail[:cut], tail[cut], tail[cut + 1 :]
-        if rng.random() < 0.6:
-            expression = lists[0].statement().removeprefix("x = ")
-        expression = f"{'sum' if reduction.verb.symbol == 'sum' else 'len'}({expression})"
-    elif len(tail) > 2 and rng.random() < 0.3:
-        tail = tail[:-1]
+        cut = next(i for i, op in enumerate(ops) if op.verb.symbol in REDUCTIONS)
+        scalars = ops[cut + 1 :]
+        if rng.random() < 0.3:
+            source = ops[0].statement().removeprefix("x = ")
+        source = f"{'sum' if ops[cut].verb.symbol == 'sum' else 'len'}({source})"
+    elif len(ops) > 1 and not _slips(ops) and rng.random() < 0.6:
+        scalars = ops[:-1]
+    return f"def f(x): return {source}{_flat(scalars)}"
+
+
+def _flat(ops: tuple[Op, ...]) -> str:
     signs = {"square": "**"}
-    for op in tail:
-        expression += f" {signs.get(op.verb.symbol, op.verb.symbol)} {op.operand}"
-    return f"def f(x): return {expression}"
+    return "".join(f" {signs.get(op.verb.symbol, op.verb.symbol)} {op.operand}" for op in ops)
+
+
+def _slips(ops: tuple[Op, ...]) -> bool:
+    """Whether Python's precedence gives the one-line form another meaning."""
+    symbols = [op.verb.symbol for op in ops]
+    return "square" in symbols[1:] or any(
+        symbol in ("*", "//") and not {"+", "-"}.isdisjoint(symbols[:i])
+        for i, symbol in enumerate(symbols)
+    )
 
 
 # ---- Planner -----------------------------------------------------------------------------------
 
 
-def _planner(rng: Random, chain: Chain) -> Demo:
-    habit = _habit(rng, "planner", chain.name)
+def _planner(rng: Random, chain: Chain, good: float | None) -> Demo:
+    habit = _habit(rng, "planner", chain.name, good)
     plan = _plan(rng, chain, "useful" if habit == "broken" else habit)
     response = f"<plan>{plan}</plan>"
     if habit == "broken":
@@ -219,8 +244,8 @@ def _misordered(rng: Random, chain: Chain) -> tuple[Op, ...]:
 # ---- Critic ------------------------------------------------------------------------------------
 
 
-def _critic(rng: Random, chain: Chain) -> Demo:
-    habit = _habit(rng, "critic", chain.name)
+def _critic(rng: Random, chain: Chain, good: float | None) -> Demo:
+    habit = _habit(rng, "critic", chain.name, good)
     question, plan = chain.question(), None
     if rng.random() < 0.5:
         kind = pick(rng, {"useful": 0.45, "generic": 0.2, "misordered": 0.35})
@@ -241,10 +266,10 @@ def _critic(rng: Random, chain: Chain) -> Demo:
 # ---- Challenger --------------------------------------------------------------------------------
 
 
-def _challenger(rng: Random, reference: Chain) -> Demo:
+def _challenger(rng: Random, reference: Chain, good: float | None) -> Demo:
     if reference.on_list and len(reference.ops) > 3:  # a copy would not fit the response
         reference = draw_chain(rng, "code", 3, False, True)
-    habit = _habit(rng, "challenger", reference.name)
+    habit = _habit(rng, "challenger", reference.name, good)
     growth = {"harder": rng.choice((1, 1, 1, 2)), "easy": 1 - len(reference.ops), "copied": 0}
     new = reference
     if habit != "copied":
@@ -319,7 +344,7 @@ def _inputs(rng: Random, new: Chain) -> list[str]:
             drawn = [rng.randrange(13) for _ in range(3)]
         if len({values(x, new.ops)[-1] for x in drawn}) > 1:
             return [str(x) for x in drawn]
-    return [str(x) for x in new.inputs()]
+    return [str(x) for x in (new.inputs()[1:3] if new.on_list else new.inputs())]
 
 
 _WRITERS = {

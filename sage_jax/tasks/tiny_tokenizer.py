@@ -43,7 +43,7 @@ SPLIT = "|".join(
     [*map(re.escape, PHRASES), r"\d{1,2}", r" ?[A-Za-z_]+ ?", r" ?[^\w\s]+ ?", r"\s+", r"\w"]
 )
 VOCAB_SIZE = 512
-SURVEY = 20_000  # demonstrations whose words are counted
+SURVEY = 4_000  # demonstrations whose words are counted
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}<|im_end|>"

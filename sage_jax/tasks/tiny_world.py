@@ -14,6 +14,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from random import Random
 
@@ -386,13 +387,14 @@ def task_row(chain: Chain, split: str, number: int) -> dict:
     return row | {"source": "sage_jax tiny world", "licence": "Apache-2.0", "split": split}
 
 
-def task_chains() -> dict[str, list[Chain]]:
+@cache
+def task_chains() -> dict[str, tuple[Chain, ...]]:
     """The chains of both task files, by split; no key occurs twice in all of them."""
     rng = Random(TASK_SEED)
     seen: set[tuple] = set()
-    chains: dict[str, list[Chain]] = {}
+    chains: dict[str, tuple[Chain, ...]] = {}
     for split, domains in _FILES.items():
-        chains[split] = []
+        drawn: list[Chain] = []
         for domain, cells in domains.items():
             for length, inverted_share, on_list, rows in cells:
                 for row in range(rows):
@@ -401,8 +403,9 @@ def task_chains() -> dict[str, list[Chain]]:
                     while chain.key in seen:
                         chain = draw_chain(rng, domain, length, inverted, on_list)
                     seen.add(chain.key)
-                    chains[split].append(chain)
-        rng.shuffle(chains[split])
+                    drawn.append(chain)
+        rng.shuffle(drawn)
+        chains[split] = tuple(drawn)
     return chains
 
 
