@@ -3,10 +3,12 @@
 import dataclasses
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sage_jax.config import ROLES, ConfigError
 from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh
@@ -145,11 +147,15 @@ class CompileCounter:
 
 def decode_weights(params: dict, cfg: qwen.QwenConfig, place: Placement, dtype: str) -> dict:
     """Weights in compute type and decode layout: cast and resharded once, not per token."""
-    if place.decode is None:
-        return params if dtype == "float32" else jax.jit(_cast, static_argnums=1)(params, dtype)
-    shardings = qwen.shardings(cfg, place.decode)
-    return jax.jit(_cast, static_argnums=1, out_shardings=shardings)(params, dtype)
+    if place.decode is None and dtype == "float32":
+        return params
+    return _cast(params, cfg=cfg, dtype=dtype, layout=place.decode)
 
 
-def _cast(params: dict, dtype: str) -> dict:
-    return jax.tree.map(lambda x: x.astype(dtype), params)
+@partial(jax.jit, static_argnames=("cfg", "dtype", "layout"))
+def _cast(params: dict, *, cfg: qwen.QwenConfig, dtype: str, layout: Layout | None) -> dict:
+    table = qwen.param_table(cfg)
+    flat = {name: x.astype(dtype) for name, x in flatten_dict(params, sep=".").items()}
+    if layout is not None:
+        flat = {name: layout.constrain(x, *table[name].axes) for name, x in flat.items()}
+    return unflatten_dict(flat, sep=".")

@@ -1,5 +1,6 @@
 """Eight fake CPU devices, one compilation cache and strict ranks for every test."""
 
+import json
 import os
 from pathlib import Path
 
@@ -7,16 +8,21 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".jax_cache"))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.2")
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 os.environ.setdefault("JAX_NUMPY_RANK_PROMOTION", "raise")
 
 import pytest  # noqa: E402
 
 
 @pytest.fixture(scope="session")
+def tiny_asset():
+    """The packaged tiny model, which can do its tasks."""
+    return "asset:tiny-qwen3"
+
+
+@pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A Hugging Face folder of the tiny architecture with random weights."""
-    import json
-
     import jax
 
     from sage_jax.models import hf, qwen

@@ -15,27 +15,27 @@ from sage_jax.report.metrics import METRICS
 from sage_jax.run import start
 from sage_jax.verify import Verdict
 
-STEPS = 4
+STEPS = 3
 VARYING = ("time/", "rates/", "memory/", "compiles")
 
 
 def small_config(folder, **changes):
     c = base()
     c.model.path = str(folder)
-    c.tokens.max_prompt = 80
+    c.tokens.max_prompt = 72
     c.tasks.seeds = ("asset:tiny/train.jsonl",)
     c.valid.path = "asset:tiny/valid.jsonl"
-    c.valid.every, c.valid.limit, c.valid.samples = 2, 2, 2
+    c.valid.every, c.valid.limit, c.valid.samples = 2, 2, 1
     c.train.steps = STEPS
     c.checkpoint.every = 2
     c.method.prompts = "short"
-    c.method.candidates = c.method.drawn = 4
+    c.method.candidates, c.method.drawn = 4, 2
     c.method.attempts = c.method.solutions = 2
     c.rollout.slots, c.rollout.chunk, c.rollout.prefill_rows = 16, 8, 8
-    c.rollout.buckets = (96,)
+    c.rollout.buckets = (112,)
     for role in ("challenger", "planner", "solver", "critic"):
-        c.rollout.max_new[role] = 16
-    c.optim.lr, c.optim.micro_rows, c.optim.buckets = 1e-3, 8, (96,)
+        c.rollout.max_new[role] = 40
+    c.optim.lr, c.optim.micro_rows, c.optim.buckets = 1e-4, 16, (112,)
     c.mesh.data = 1
     c.report.quiet = True
     for name, value in changes.items():
@@ -61,9 +61,9 @@ def final_state(workdir, config):
 
 
 @pytest.fixture(scope="module")
-def finished(tiny_folder, tmp_path_factory):
+def finished(tiny_asset, tmp_path_factory):
     """An uninterrupted run, the yardstick of the resumed ones."""
-    config = small_config(tiny_folder)
+    config = small_config(tiny_asset)
     workdir = tmp_path_factory.mktemp("whole")
     assert modes.run_train(job(config, workdir), lambda: False) == 0
     return config, workdir, *final_state(workdir, config)
@@ -86,7 +86,7 @@ class Killed(BaseException):
     """Stands for kill -9: nothing in the program may catch it and tidy up."""
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", [1, 2])
 def test_a_run_killed_after_any_step_resumes_to_the_same_bits(
     finished, tmp_path, monkeypatch, step
 ):
@@ -104,20 +104,17 @@ def test_a_run_killed_after_any_step_resumes_to_the_same_bits(
     # The kill fell into the middle of a line of each file.
     for name in ("metrics.jsonl", "episodes.jsonl"):
         with (tmp_path / name).open("a") as file:
-            file.write('{"step": 3, "torn')
+            file.write('{"step": 9, "torn')
     assert modes.run_train(job(finished[0], tmp_path), lambda: False) == 0
     assert_same_run(finished, tmp_path)
 
 
 def test_a_stop_in_the_middle_of_a_rollout_saves_the_last_whole_step(finished, tmp_path):
-    calls = []
-
     def stop():
-        calls.append(1)
-        return len(calls) > 8
+        return (tmp_path / "metrics.jsonl").read_text().count("\n") == STEPS
 
     assert modes.run_train(job(finished[0], tmp_path), stop) == modes.TERMINATED
-    assert 0 < modes.newest_step(tmp_path / "checkpoints") < STEPS
+    assert modes.newest_step(tmp_path / "checkpoints") == STEPS - 1
     assert modes.run_train(job(finished[0], tmp_path), lambda: False) == 0
     assert_same_run(finished, tmp_path)
 
@@ -148,7 +145,7 @@ def test_every_step_writes_the_promised_metrics(finished):
         # A random model writes no valid proposal, so there may be no row of a Critic.
         assert not [name for name in absent if "critic" not in name], absent
         assert line["ratio/max"] == 1.0 and line["logp_gap/max"] < 1e-3
-    assert ["valid/accuracy" in line for line in lines] == [True, False, True, False, True]
+    assert ["valid/accuracy" in line for line in lines] == [True, False, True, True]
 
 
 def test_weights_move_and_the_sampler_follows_them(finished):
@@ -166,7 +163,7 @@ def test_weights_move_and_the_sampler_follows_them(finished):
 
 
 def test_a_run_stops_when_the_machinery_loses_too_many_verdicts(
-    tiny_folder, tmp_path, monkeypatch, capsys
+    tiny_asset, tmp_path, monkeypatch, capsys
 ):
     lost = Verdict("error", "sandbox_error")
     real = train.rollout
@@ -179,16 +176,16 @@ def test_a_run_stops_when_the_machinery_loses_too_many_verdicts(
         return episodes
 
     monkeypatch.setattr(train, "rollout", rollout)
-    config = small_config(tiny_folder)
+    config = small_config(tiny_asset)
     assert modes.run_train(job(config, tmp_path), lambda: False) == 1
     assert "sandbox_error" in capsys.readouterr().err
     monkeypatch.setattr(train, "rollout", real)
-    easy = small_config(tiny_folder, sandbox__max_error_share=1.0, train__steps=1)
+    easy = small_config(tiny_asset, sandbox__max_error_share=1.0, train__steps=1)
     assert modes.run_train(job(easy, tmp_path / "b"), lambda: False) == 0
 
 
 def test_updates_that_stay_non_finite_stop_the_run_and_leave_the_weights(
-    tiny_folder, tmp_path, monkeypatch, capsys
+    tiny_asset, tmp_path, monkeypatch, capsys
 ):
     real = train.training_batches
 
@@ -199,7 +196,7 @@ def test_updates_that_stay_non_finite_stop_the_run_and_leave_the_weights(
         return batches
 
     monkeypatch.setattr(train, "training_batches", poisoned)
-    config = small_config(tiny_folder, optim__max_skipped=2)
+    config = small_config(tiny_asset, optim__max_skipped=2)
     assert modes.run_train(job(config, tmp_path), lambda: False) == 1
     assert "2 updates in a row" in capsys.readouterr().err
     lines = [json.loads(x) for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
@@ -208,10 +205,10 @@ def test_updates_that_stay_non_finite_stop_the_run_and_leave_the_weights(
 
 @pytest.mark.parametrize("changes", [{"epochs": 2}, {"minibatches": 2}, {"kl_coef": 0.1}])
 def test_several_updates_on_one_rollout_take_ratios_against_its_start(
-    tiny_folder, tmp_path, changes
+    tiny_asset, tmp_path, changes
 ):
     fields = {f"optim__{name}": value for name, value in changes.items()}
-    config = small_config(tiny_folder, train__steps=1, **fields)
+    config = small_config(tiny_asset, train__steps=1, **fields)
     assert modes.run_train(job(config, tmp_path), lambda: False) == 0
     row = rows(tmp_path)[-1]
     if "kl_coef" in changes:
@@ -224,16 +221,16 @@ def test_several_updates_on_one_rollout_take_ratios_against_its_start(
     checkpoints.close()
 
 
-def test_more_tasks_a_step_than_there_are_seeds_is_refused_before_the_model_loads(tiny_folder):
+def test_more_tasks_a_step_than_there_are_seeds_is_refused_before_the_model_loads(tiny_asset):
     from sage_jax.config import ConfigError
     from sage_jax.run import load_tasks
 
     with pytest.raises(ConfigError, match="method.drawn=501.*500"):
-        load_tasks(small_config(tiny_folder, method__drawn=501))
+        load_tasks(small_config(tiny_asset, method__drawn=501))
 
 
-def test_cancelled_runs_do_not_pass_for_finished_ones(tiny_folder, tmp_path):
-    config = small_config(tiny_folder, train__steps=1)
+def test_cancelled_runs_do_not_pass_for_finished_ones(tiny_asset, tmp_path):
+    config = small_config(tiny_asset, train__steps=1)
     with start(config, tmp_path, lambda: True) as run, pytest.raises(Cancelled):
         train.train(run)
     assert modes.newest_step(tmp_path / "checkpoints") in (None, 0)
