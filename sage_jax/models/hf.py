@@ -188,7 +188,8 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     if any(out.glob("*.safetensors*")):
         raise ValueError(f"{out} already holds weights: choose a new folder")
-    table, flat = param_table(cfg), flatten_dict(params, sep=".")
+    table = param_table(cfg)
+    flat: dict[str, Any] = dict(flatten_dict(params, sep="."))
     expected = {name: p.shape for name, p in table.items()}
     given = {name: x.shape for name, x in flat.items()}
     if expected != given:

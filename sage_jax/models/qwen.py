@@ -22,6 +22,7 @@ from sage_jax.models.qwen_config import QwenConfig
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]
+Transform = Literal["linear", "reshape"]
 
 CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 # One (layer, position) a row, rows as a batch dimension: nothing moves between devices.
@@ -52,7 +53,7 @@ class Param:
     init: Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
     hf_name: str
     hf_shape: tuple[int, ...]
-    transform: Literal["linear", "reshape"]
+    transform: Transform
 
     def from_hf(self, tensor: np.ndarray) -> np.ndarray:
         """View of one Hugging Face tensor in the shape used here (of one layer if stacked)."""
@@ -74,7 +75,7 @@ def param_table(cfg: QwenConfig) -> dict[str, Param]:
     d, f, v, num_layers = cfg.hidden_size, cfg.intermediate_size, cfg.vocab_size, cfg.num_layers
     n, k, h = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
 
-    def layer(axes, sizes, init, hf_name, hf_shape, transform="reshape"):
+    def layer(axes, sizes, init, hf_name, hf_shape, transform: Transform = "reshape"):
         return Param(
             (num_layers, *sizes),
             ("layers", *axes),
