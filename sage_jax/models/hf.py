@@ -188,7 +188,8 @@ def export(
     out.mkdir(parents=True, exist_ok=True)
     if any(out.glob("*.safetensors*")):
         raise ValueError(f"{out} already holds weights: choose a new folder")
-    table, flat = param_table(cfg), flatten_dict(params, sep=".")
+    table = param_table(cfg)
+    flat: dict[str, Any] = dict(flatten_dict(params, sep="."))
     expected = {name: p.shape for name, p in table.items()}
     given = {name: x.shape for name, x in flat.items()}
     if expected != given:
@@ -199,6 +200,7 @@ def export(
     for file, names in shards.items():
         tensors = {hf_name: _to_host(table, flat, dtype, *names[hf_name]) for hf_name in names}
         save_file(tensors, out / file, metadata={"format": "pt"})
+        (out / file).chmod(0o644)  # made for the owner only; engines may run as another user
     if len(shards) > 1:
         weight_map = {hf_name: file for file, names in shards.items() for hf_name in names}
         _write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map})

@@ -7,6 +7,7 @@ The parts follow arXiv 2309.16609 (Qwen), 2407.10671 (Qwen2) and 2505.09388 (Qwe
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import flax.linen as nn
@@ -21,6 +22,7 @@ from sage_jax.models.qwen_config import QwenConfig
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]
+Transform = Literal["linear", "reshape"]
 
 CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 # One (layer, position) a row, rows as a batch dimension: nothing moves between devices.
@@ -51,7 +53,7 @@ class Param:
     init: Callable[[jax.Array, tuple[int, ...], DTypeLike], jax.Array]
     hf_name: str
     hf_shape: tuple[int, ...]
-    transform: Literal["linear", "reshape"]
+    transform: Transform
 
     def from_hf(self, tensor: np.ndarray) -> np.ndarray:
         """View of one Hugging Face tensor in the shape used here (of one layer if stacked)."""
@@ -73,7 +75,7 @@ def param_table(cfg: QwenConfig) -> dict[str, Param]:
     d, f, v, num_layers = cfg.hidden_size, cfg.intermediate_size, cfg.vocab_size, cfg.num_layers
     n, k, h = cfg.num_heads, cfg.num_kv_heads, cfg.head_dim
 
-    def layer(axes, sizes, init, hf_name, hf_shape, transform="reshape"):
+    def layer(axes, sizes, init, hf_name, hf_shape, transform: Transform = "reshape"):
         return Param(
             (num_layers, *sizes),
             ("layers", *axes),
@@ -120,6 +122,7 @@ def param_table(cfg: QwenConfig) -> dict[str, Param]:
     return table
 
 
+@partial(jax.jit, static_argnames=("cfg", "dtype", "layout"))
 def init(
     cfg: QwenConfig,
     key: jax.Array,
@@ -128,19 +131,12 @@ def init(
 ) -> Params:
     """Random params (normal, standard deviation 0.02), made shard by shard in place."""
     table = param_table(cfg)
-
-    def make(key: jax.Array) -> Params:
-        keys = jax.random.split(key, len(table))
-        flat = {
-            name: p.init(k, p.shape, dtype)
-            for k, (name, p) in zip(keys, table.items(), strict=True)
-        }
-        return unflatten_dict(flat, sep=".")
-
-    if layout is None:
-        return jax.jit(make)(key)
-    shardings = {name: layout.sharding(p.axes, p.shape) for name, p in table.items()}
-    return jax.jit(make, out_shardings=unflatten_dict(shardings, sep="."))(key)
+    keys = jax.random.split(key, len(table))
+    flat = {
+        name: _constrain(layout, p.init(k, p.shape, dtype), *p.axes)
+        for k, (name, p) in zip(keys, table.items(), strict=True)
+    }
+    return unflatten_dict(flat, sep=".")
 
 
 def _constrain(layout: Layout | None, x: jax.Array, *axes: str | None) -> jax.Array:
@@ -314,6 +310,9 @@ def decode_step(
     position. Donate the cache: it is updated in place, one layer's slice at a time. On CPU make it
     float32 whatever `dtype` is: XLA there widens a 16-bit cache whole around each write.
     """
+    _, slots, length, *head = cache["k"].shape
+    if read_length > length:
+        raise ValueError(f"read_length {read_length} exceeds the cache of {length} positions")
     mask_snqr = (jnp.arange(read_length)[None] <= position_s[:, None])[:, None, None, :]
     angles = rope_angles(cfg, position_s[:, None])
 
@@ -340,7 +339,6 @@ def decode_step(
         x_s1d, cache = _layer(x_s1d, weights, angles, attend, cfg, layout)
         return (x_s1d, cache), None
 
-    _, slots, _, *head = cache["k"].shape
     x_s1d = _embed(params, token_s[:, None], dtype, layout)
     layers = (jnp.arange(cfg.num_layers), params["layers"])
     (x_s1d, cache), _ = jax.lax.scan(body, (x_s1d, cache), layers)

@@ -55,7 +55,7 @@ class QwenConfig:
         if theta is None:
             problems.append("rope_theta is missing")
         problems += [f"{field} is missing" for field in _REQUIRED if config.get(field) is None]
-        if problems:
+        if problems or theta is None:
             raise ValueError("config.json: " + "; ".join(problems))
         qwen3 = config["model_type"] == "qwen3"
         heads = int(config["num_attention_heads"])
