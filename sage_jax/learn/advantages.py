@@ -119,7 +119,7 @@ def flat_groups(kind: str, rows: Sequence[RewardRow]) -> dict[str, tuple[int, in
 
 
 def _has_signal(reward_g: np.ndarray) -> bool:
-    return len(reward_g) > 1 and float(np.ptp(reward_g)) >= MIN_SPREAD
+    return float(np.ptp(reward_g)) >= MIN_SPREAD  # of a single row it is 0
 
 
 def _groups(kind: str, rows: Sequence[RewardRow]) -> dict[Hashable, list[int]]:
