@@ -14,6 +14,7 @@ from sage_jax.sft import demo_messages, encode, end_of_turn
 from sage_jax.tasks import tiny_world as world
 from sage_jax.tasks.sources import load
 from sage_jax.tasks.tiny_demos import GOOD, HABITS, Demo, demonstrations
+from sage_jax.tasks.tiny_tasks import task_chains, task_lines
 from sage_jax.tasks.tiny_tokenizer import TAGS, write_folder
 
 ASSETS = Path(__file__).parents[1] / "sage_jax" / "assets"
@@ -49,7 +50,7 @@ def test_an_inverted_clause_is_undone_by_the_truth_and_not_by_the_reading_order(
 
 
 def test_every_task_question_is_read_back_as_the_chain_it_was_made_from():
-    chains = [c for split in world.task_chains().values() for c in split]
+    chains = [c for split in task_chains().values() for c in split]
     assert len(chains) == 700
     assert [world.parse_question(c.question()) for c in chains] == chains
 
@@ -72,14 +73,14 @@ def test_an_unsound_question_has_no_chain(text):
 
 
 def test_closed_expression_has_the_value_of_the_chain():
-    for chain in world.task_chains()["valid"]:
+    for chain in task_chains()["valid"]:
         if chain.domain == "math":
             value = eval(world.closed_expression(chain.start, chain.ops))
             assert value == world.values(chain.start, chain.ops)[-1]
 
 
 def test_program_computes_the_chain():
-    for chain in world.task_chains()["train"][:200]:
+    for chain in task_chains()["train"][:200]:
         if chain.domain == "code":
             expected = [world.values(x, chain.ops)[-1] for x in chain.inputs()]
             assert run_program(world.program(chain.ops), chain.inputs()) == expected
@@ -106,13 +107,13 @@ def test_broken_question_differs_in_one_number():
 @pytest.mark.parametrize("split", ["train", "valid"])
 def test_packaged_task_file_is_what_the_recipe_writes(split):
     path = ASSETS / "tiny" / f"{split}.jsonl"
-    assert path.read_text() == "".join(world.task_lines(split))
+    assert path.read_text() == "".join(task_lines(split))
 
 
 def test_task_files_load_and_hold_both_domains_and_a_hard_half():
     train, valid = (load([str(ASSETS / "tiny" / f"{s}.jsonl")]) for s in ("train", "valid"))
     assert (len(train), len(valid)) == (500, 200)
-    chains = world.task_chains()
+    chains = task_chains()
     assert max(len(c.ops) for c in chains["train"]) == 3
     hard = sum(len(c.ops) > 3 for c in chains["valid"])
     assert 95 <= hard <= 105
@@ -122,7 +123,7 @@ def test_task_files_load_and_hold_both_domains_and_a_hard_half():
 
 
 def test_corpus_seeds_and_validation_are_disjoint_by_question_and_by_operations():
-    chains = world.task_chains()
+    chains = task_chains()
     keys = {split: {c.key for c in chains[split]} for split in chains}
     questions = {split: {c.question() for c in chains[split]} for split in chains}
     assert len(keys["train"]) == 500 and len(keys["valid"]) == 200

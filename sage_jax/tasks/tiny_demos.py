@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from random import Random
 
+from sage_jax.tasks.tiny_tasks import task_chains
 from sage_jax.tasks.tiny_world import (
     MAX_VALUE,
     NAMES,
@@ -18,14 +19,13 @@ from sage_jax.tasks.tiny_world import (
     REDUCTIONS,
     Chain,
     Op,
-    _sound,
     break_question,
     closed_expression,
     draw_chain,
     draw_op,
+    is_sound,
     plan_text,
     program,
-    task_chains,
     values,
 )
 
@@ -300,7 +300,7 @@ def _relative(rng: Random, reference: Chain, growth: int) -> Chain:
         inverted = rng.choice(scalars) if scalars and rng.random() < 0.3 else None
         name = rng.choice(NAMES if reference.domain == "math" else OPENINGS)
         chain = Chain(reference.domain, name, start, tuple(ops), inverted)
-        if _sound(chain) and chain.key != reference.key:
+        if is_sound(chain) and chain.key != reference.key:
             return chain
     return draw_chain(rng, reference.domain, length, False)
 

@@ -5,17 +5,10 @@
 
 A chain has 2 to 5 operations. `B after A` is an inverted clause: A comes first although B is read
 first. Everything here is a pure function of its arguments or of a `random.Random`.
-
-    python -m sage_jax.tasks.tiny_world --output DIR      writes train.jsonl and valid.jsonl
 """
 
-import argparse
-import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from random import Random
 
 MAX_VALUE = 99  # every value of a maths chain lies in 0..MAX_VALUE: few facts, learnable by heart
@@ -290,7 +283,7 @@ def draw_chain(rng: Random, domain: str, length: int, inverted: bool, on_list=Fa
         if inverted and not scalars:
             continue
         chain = Chain(domain, name, start, ops, rng.choice(scalars) if inverted else None)
-        if _sound(chain):
+        if is_sound(chain):
             return chain
 
 
@@ -303,7 +296,8 @@ def _draw_ops(rng: Random, domain: str, length: int, on_list: bool) -> tuple[Op,
     return tuple(ops + [draw_op(rng, domain) for _ in range(length - len(ops))])
 
 
-def _sound(chain: Chain) -> bool:
+def is_sound(chain: Chain) -> bool:
+    """Whether the chain makes a good problem: values in range, order and inputs matter."""
     true, read = chain.ops, chain.as_read
     if not re.search(r"\d", chain.question()):
         return False  # a question without a number cannot be broken by removing one
@@ -336,93 +330,3 @@ def break_question(text: str, kind: str, rng: Random) -> str:
     else:
         raise ValueError(f"kind must be removed or contradicted, got {kind!r}")
     return text[: hit.start()] + new + text[hit.end() :]
-
-
-# ---- task files --------------------------------------------------------------------------------
-
-# split -> domain -> list of (length, share inverted, on a list, rows)
-_FILES = {
-    "train": {
-        "math": ((2, 0.15, False, 167), (3, 0.2, False, 167)),
-        "code": ((2, 0.1, False, 56), (3, 0.2, False, 56), (2, 0.0, True, 20), (3, 0.0, True, 34)),
-    },
-    "valid": {
-        "math": (
-            (2, 0.15, False, 33),
-            (3, 0.2, False, 33),
-            (4, 0.25, False, 34),
-            (5, 0.3, False, 34),
-        ),
-        "code": (
-            (2, 0.1, False, 11),
-            (3, 0.2, False, 11),
-            (2, 0.0, True, 4),
-            (3, 0.0, True, 7),
-            (4, 0.25, False, 11),
-            (5, 0.3, False, 11),
-            (4, 0.0, True, 11),
-        ),
-    },
-}
-TASK_SEED = 20260315
-
-
-def task_row(chain: Chain, split: str, number: int) -> dict:
-    """One line of a task file, in the documented JSONL schema."""
-    row = {
-        "id": f"tiny/{split}/{number}",
-        "domain": chain.domain,
-        "question": chain.question(),
-        "level": len(chain.ops),
-        "subject": "plain" if chain.inverted is None else "inverted",
-    }
-    if chain.domain == "math":
-        row["answer"] = str(values(chain.start, chain.ops)[-1])
-    else:
-        pairs = [(x, values(x, chain.ops)[-1]) for x in chain.inputs()]
-        asserts = [f"assert f({x}) == {y}" for x, y in pairs]
-        row["tests"] = {"kind": "asserts", "setup": "", "asserts": asserts, "challenge": []}
-        row["entry_point"] = "f"
-        row["canonical_solution"] = program(chain.ops)
-    return row | {"source": "sage_jax tiny world", "licence": "Apache-2.0", "split": split}
-
-
-@cache
-def task_chains() -> dict[str, tuple[Chain, ...]]:
-    """The chains of both task files, by split; no key occurs twice in all of them."""
-    rng = Random(TASK_SEED)
-    seen: set[tuple] = set()
-    chains: dict[str, tuple[Chain, ...]] = {}
-    for split, domains in _FILES.items():
-        drawn: list[Chain] = []
-        for domain, cells in domains.items():
-            for length, inverted_share, on_list, rows in cells:
-                for row in range(rows):
-                    inverted = row < round(inverted_share * rows)
-                    chain = draw_chain(rng, domain, length, inverted, on_list)
-                    while chain.key in seen:
-                        chain = draw_chain(rng, domain, length, inverted, on_list)
-                    seen.add(chain.key)
-                    drawn.append(chain)
-        rng.shuffle(drawn)
-        chains[split] = tuple(drawn)
-    return chains
-
-
-def task_lines(split: str) -> Iterator[str]:
-    """The lines of `assets/tiny/<split>.jsonl`."""
-    for number, chain in enumerate(task_chains()[split]):
-        yield json.dumps(task_row(chain, split, number)) + "\n"
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Write the task files of the tiny world.")
-    parser.add_argument("--output", type=Path, required=True, help="folder to write into")
-    out = parser.parse_args().output
-    out.mkdir(parents=True, exist_ok=True)
-    for split in _FILES:
-        (out / f"{split}.jsonl").write_text("".join(task_lines(split)))
-
-
-if __name__ == "__main__":
-    main()
