@@ -108,3 +108,8 @@ def test_the_dump_says_where_every_value_comes_from(tmp_path):
     assert rows["optim.lr"] == {"value": 1e-4, "source": "command line"}
     assert rows["seed"] == {"value": 0, "source": "default"}
     assert rows.keys() == schema.SCHEMA.keys()
+
+
+def test_the_page_on_fields_is_fresh():
+    page = Path(__file__).parent.parent / "docs" / "config.md"
+    assert page.read_text() == schema.markdown(), "run python -m sage_jax.config > docs/config.md"
