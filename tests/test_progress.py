@@ -95,6 +95,16 @@ def test_the_heartbeat_tells_stage_seconds_and_pending_ids(clock):
     assert stream.getvalue().splitlines()[1].startswith("verify: 1 min 10 s")
 
 
+def test_a_long_stage_that_is_named_again_and_again_keeps_beating(clock):
+    stream = io.StringIO()
+    bar = progress(stream, clock)
+    for i in range(50):
+        bar.stage("rollout", lambda i=i: [f"row{i}"])
+        clock.now += 1
+        bar.beat()
+    assert stream.getvalue() == "rollout: 30 s, waiting for row29\n"
+
+
 def test_news_put_the_heartbeat_off(clock):
     stream = io.StringIO()
     bar = progress(stream, clock)

@@ -211,13 +211,13 @@ class _Run:
         """Take in verdicts until none of `wanted` is open."""
         while True:
             open_ids = wanted & self.jobs.keys()
-            self.stage("verify", sorted(open_ids))
-            # Verdicts are applied in the order of their ids, never of their arrival.
-            self.verdicts.update(
-                self.verifier.poll(0.05 if open_ids - self.verdicts.keys() else 0.0)
-            )
+            missing = open_ids - self.verdicts.keys()
+            if missing:
+                self.stage("verify", sorted(missing))
+            self.verdicts.update(self.verifier.poll(0.05 if missing else 0.0))
             if open_ids <= self.verdicts.keys():
                 break
+        # Verdicts are applied in the order of their ids, never of their arrival.
         for job_id in sorted(open_ids):
             episode, sample = self.jobs.pop(job_id)
             sample.verdict = self.verdicts.pop(job_id)

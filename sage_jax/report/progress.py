@@ -68,10 +68,13 @@ class Progress:
             self._thread.start()
 
     def stage(self, name: str, pending: Callable[[], Iterable[str]] = tuple) -> None:
-        """Enters a stage; `pending` gives the ids it waits for (a mapping's keys will do)."""
+        """Enters a stage, or goes on with it; `pending` gives the ids it waits for (a mapping's
+        keys will do). Naming the present stage again is no news: a long one keeps beating."""
         with self._lock:
-            self._stage, self._pending = name, pending
-            self._stage_start = self._news = self._clock()
+            self._pending = pending
+            if name != self._stage:
+                self._stage = name
+                self._stage_start = self._news = self._clock()
 
     def step(self, step: int, shown: Mapping[str, float]) -> None:
         """Reports a finished step with the figures to show beside it."""
