@@ -177,9 +177,10 @@ def check(case, verifier, around, watcher, weaker, at_rest):
 
 
 def run_cases(cases, without=(), require_level="B", show=None):
-    """Broken promises by case id; needs no other Verifier in this process."""
+    """Broken promises by case id; nothing else may start processes meanwhile."""
     weaker = ["no_mount_ns"] if "namespaces" in without else []
     broken = {}
+    before = descendants()
     with Surroundings() as around:
         with Verifier(workers=1, without=without, require_level=require_level) as verifier:
             if not verifier.isolation.startswith("A"):
@@ -196,8 +197,9 @@ def run_cases(cases, without=(), require_level="B", show=None):
                     show(f"{case['id']:26} {told} {problems or ''}")
             watcher.close()
         time.sleep(0.2)
-        if marked() or descendants():
-            broken["after close"] = [f"left: {marked()} {descendants()}"]
+        left = descendants() - before
+        if marked() or left:
+            broken["after close"] = [f"left: {marked()} {left}"]
     return broken
 
 

@@ -76,10 +76,6 @@ def _values(gold: Value, other: Value, tolerance) -> bool:
     if factor is None:
         return False
     node = scaled(other.node, factor)
-    if "degree" in (gold.unit, other.unit) and gold.unit != other.unit:
-        turned = [("call", "degrees", v.node) if v.unit else v.node for v in (gold, other)]
-        if same_value(turned[0], turned[1], tolerance):
-            return True
     hundredth = Fraction(1, 100)
     if same_value(gold.node, node, tolerance):
         return True

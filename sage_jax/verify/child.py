@@ -9,6 +9,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,7 +27,7 @@ class Child:
 
     def __init__(self, arguments: Sequence[str], environment: dict[str, str]) -> None:
         """Start ``python ... arguments`` with the number of its socket put for "{socket}"."""
-        self._errors = os.memfd_create("worker-errors")
+        self._errors = tempfile.TemporaryFile()
         ours, theirs = socket.socketpair()
         number = str(theirs.fileno())
         command = [sys.executable] + [a.replace("{socket}", number) for a in arguments]
@@ -106,8 +107,9 @@ class Child:
 
     def last_words(self) -> str:
         """The end of what the worker wrote on stderr, for a message about its death."""
-        size = os.fstat(self._errors).st_size
-        return os.pread(self._errors, 2000, max(0, size - 2000)).decode("utf-8", "replace")
+        size = os.fstat(self._errors.fileno()).st_size
+        text = os.pread(self._errors.fileno(), 2000, max(0, size - 2000))
+        return text.decode("utf-8", "replace")
 
     def kill(self) -> None:
         """End the process and its group, and wait for it: no zombie stays."""
@@ -118,7 +120,7 @@ class Child:
                 pass
             self._process.wait()
             self._socket.close()
-            os.close(self._errors)
+            self._errors.close()
 
 
 def environment(hash_seed: int = 0) -> dict[str, str]:

@@ -17,7 +17,9 @@ from sage_jax.verify.normalise import GuardError, clean, guard, squeeze, words
 from sage_jax.verify.structure import Raw, Text, Value, read
 
 # Never worth a value: what restates a problem, and what only another parser would misread.
-UNEVALUATED = re.compile(r"\\(?:sum|prod|int|iint|oint|lim|det|begin\{vmatrix|max|min|sup|inf)\b")
+UNEVALUATED = re.compile(
+    r"\\(?:sum|prod|int|iint|oint|lim|det|begin\{vmatrix\}|max|min|sup|inf)(?![a-zA-Z])"
+)
 _SUSPECT = re.compile(r"__|[\"`;@#]|lambda|import|eval|exec|open|\\text|[A-Za-z]{4,}|_|:")
 _MACRO_NAME = re.compile(r"\\[a-zA-Z]+")
 
@@ -62,6 +64,9 @@ def judge(
     if question is not None and restates(text, question):
         return "wrong", "restates_question"
     chosen = choice(gold_text, text)
+    if chosen and question is not None and text.islower():
+        # A small letter of the question is one of its variables, not a choice.
+        chosen = not re.search(rf"(?<![A-Za-z\\]){re.escape(text)}(?![A-Za-z])", question)
     if chosen is not None:
         return ("correct", "choice") if chosen else ("wrong", "choice")
     return _by_value(gold_text, gold_shapes, text, tolerance, loading)
@@ -151,7 +156,21 @@ def _suits_library(text: str) -> bool:
         return False
     if re.search(r"\d{30}|!\s*\)?\s*!|\^\s*\{?[^{}]*\^|\^\s*\{?\s*\d{4}", text):
         return False
+    if not _balanced(text) or "%" in text or "&" in text:
+        return False  # it makes a value of almost any fragment
     return not _SUSPECT.search(_MACRO_NAME.sub("", text))
+
+
+def _balanced(text: str) -> bool:
+    """Every bracket closed by its own kind; an interval may mix round and square ones."""
+    kinds = {")": "([", "]": "([", "}": "{"}
+    stack: list[str] = []
+    for char in text:
+        if char in "([{":
+            stack.append(char)
+        elif char in kinds and (not stack or stack.pop() not in kinds[char]):
+            return False
+    return not stack
 
 
 def library_equal(gold: str, text: str, loading: Callable[[bool], None]) -> bool:

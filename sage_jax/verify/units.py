@@ -16,14 +16,23 @@ def _add(dimension: str, entries: str) -> None:
             _TABLE[name.strip()] = (dimension, Fraction(size.strip()))
 
 
-_add("length", "mm,millimeter,millimetre=1/1000; cm,centimeter,centimetre=1/100; m,meter,metre=1; "
-     "km,kilometer,kilometre=1000; in,inch,inche=254/10000; ft,foot,feet=3048/10000; "
-     "yd,yard=9144/10000; mi,mile=1609344/1000")  # fmt: skip
+_add(
+    "length",
+    "mm,millimeter,millimetre=1/1000; cm,centimeter,centimetre=1/100; m,meter,metre=1; "
+    "km,kilometer,kilometre=1000; in,inch,inche=254/10000; ft,foot,feet=3048/10000; "
+    "yd,yard=9144/10000; mi,mile=1609344/1000",
+)
 _add("time", "s,sec,second=1; min,minute=60; h,hr,hour=3600; day=86400; week=604800")
-_add("mass", "mg,milligram=1/1000; g,gram=1; kg,kilogram=1000; ton,tonne=1000000; "
-     "lb,pound=45359237/100000; oz,ounce=45359237/1600000")  # fmt: skip
-_add("volume", "ml,milliliter,millilitre=1/1000; l,liter,litre=1; "
-     "quart=946352946/1000000000; gallon=3785411784/1000000000; pint=473176473/1000000000; cup=473176473/2000000000")  # fmt: skip
+_add(
+    "mass",
+    "mg,milligram=1/1000; g,gram=1; kg,kilogram=1000; ton,tonne=1000000; "
+    "lb,pound=45359237/100000; oz,ounce=45359237/1600000",
+)
+_add(
+    "volume",
+    "ml,milliliter,millilitre=1/1000; l,liter,litre=1; cup=473176473/2000000000; "
+    "pint=473176473/1000000000; quart=946352946/1000000000; gallon=3785411784/1000000000",
+)
 _add("money", "dollar,usd=1; cent=1/100")
 _add("angle", "degree,deg=1")
 _add("turn", "radian,rad=1")

@@ -1,0 +1,285 @@
+"""The batch interface and the command line: ids, order, caching, deaths, endings."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from sage_jax.verify import Job, Verdict, Verifier, math_client
+
+ROOT = Path(__file__).parents[1]
+GOOD = {"solution": "def f(n):\n    return n + 1\n", "tests": "assert f(1) == 2",
+        "entry_point": "f"}  # fmt: skip
+
+
+def math_job(name, gold="5", prediction="\\boxed{5}"):
+    return Job(name, "math", {"gold": gold, "prediction": prediction})
+
+
+def test_results_keep_order_and_identical_work_is_done_once(monkeypatch):
+    with Verifier(code=False, workers=1) as verifier:
+        started = []
+        start_job = math_client.MathWorker.start_job
+
+        def count(self, kind, payload):
+            started.append(payload["prediction"])
+            start_job(self, kind, payload)
+
+        monkeypatch.setattr(math_client.MathWorker, "start_job", count)
+        jobs = [math_job(f"j{n}", prediction=f"\\boxed{{{n % 3}}}") for n in range(12)]
+        jobs.append(math_job("right"))
+        verdicts = verifier.run(jobs)
+        assert list(verdicts) == [job.id for job in jobs]
+        assert [name for name, v in verdicts.items() if v.correct] == ["right"]
+        assert len(started) == 4
+        verifier.run([math_job("again")])
+        assert len(started) == 4
+
+
+def test_submit_returns_at_once_and_waiting_names_the_ids():
+    sleeper = {**GOOD, "solution": "import time\ntime.sleep(1)\ndef f(n):\n    return n + 1\n"}
+    with Verifier(workers=1) as verifier:
+        verifier.submit(Job("slow", "code", sleeper))
+        verifier.submit(math_job("quick"))
+        assert set(verifier.waiting()) == {"slow", "quick"}
+        with pytest.raises(ValueError, match="slow"):
+            verifier.submit(Job("slow", "code", GOOD))
+        found = verifier.poll(timeout=30)
+        assert [name for name, _ in found] == ["quick"]
+        assert set(verifier.waiting()) == {"slow"}
+        assert dict(verifier.poll(timeout=30))["slow"].correct
+        assert verifier.poll() == [] and verifier.waiting() == {}
+
+
+def test_usable_from_several_threads():
+    with Verifier(workers=2) as verifier:
+        found = {}
+
+        def work(name):
+            jobs = [
+                math_job(f"{name}{n}", gold=str(n), prediction=f"\\boxed{{{n}}}") for n in range(8)
+            ]
+            found[name] = verifier.run(jobs)
+
+        threads = [threading.Thread(target=work, args=(name,)) for name in "abc"]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+        assert sum(v.correct for part in found.values() for v in part.values()) == 24
+
+
+STUB = """
+import json, os, socket, struct, sys, time
+link = socket.socket(fileno=int(sys.argv[1]))
+def say(message):
+    text = json.dumps(message).encode()
+    link.sendall(struct.pack(">I", len(text)) + text)
+say({"stage": "idle"})
+while True:
+    size = struct.unpack(">I", link.recv(4, socket.MSG_WAITALL))[0]
+    request = json.loads(link.recv(size, socket.MSG_WAITALL))
+    if request["gold"] != "dies":
+        say({"stage": "prediction"})
+    if "dies" in (request["gold"], request["prediction"]):
+        os._exit(1)
+    while "spins" in request["prediction"]:
+        pass
+    if "sleeps" in request["prediction"]:
+        time.sleep(60)
+    say({"verdict": "correct", "reason": ""})
+"""
+
+
+def test_a_stuck_or_dying_worker_costs_one_verdict(tmp_path, monkeypatch):
+    stub = tmp_path / "stub.py"
+    stub.write_text(STUB)
+    monkeypatch.setattr(math_client, "WORKER", stub)
+    jobs = [math_job("a", prediction="dies"), math_job("b"), math_job("c", gold="dies")]
+    jobs += [math_job("d", prediction="spins"), math_job("e", gold="6")]
+    jobs += [math_job("f", prediction="sleeps"), math_job("g", gold="7")]
+    with Verifier(code=False, workers=1, math_time_limit=0.2) as verifier:
+        verdicts = verifier.run(jobs)
+    told = {name: (v.verdict, v.reason) for name, v in verdicts.items()}
+    assert told == {
+        "a": ("error", "killed_its_worker"),
+        "b": ("correct", ""),
+        "c": ("error", "verifier_error"),
+        "d": ("timeout", "time_limit"),
+        "e": ("correct", ""),
+        "f": ("timeout", "time_limit"),
+        "g": ("correct", ""),
+    }
+    assert [name for name, v in verdicts.items() if v.masked] == ["c"]
+
+
+def children():
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
+        except OSError:
+            continue
+        if int(fields[1]) == os.getpid():
+            found.append((int(folder.name), fields[0]))
+    return found
+
+
+def test_close_leaves_no_process_and_no_zombie():
+    before = set(children())
+    with Verifier(workers=2) as verifier:
+        verifier.submit(Job("spin", "code", {**GOOD, "solution": "while True: pass"}))
+        verifier.submit(math_job("m"))
+        verifier.poll(timeout=20)
+        assert set(children()) - before
+    assert set(children()) - before == set()
+    with pytest.raises(RuntimeError, match="closed"):
+        verifier.submit(math_job("late"))
+
+
+def test_workers_end_when_the_trainer_is_killed(tmp_path):
+    script = f"""
+import sys, time
+sys.path.insert(0, {str(ROOT)!r})
+from sage_jax.verify import Job, Verifier
+from sage_jax.verify.math_client import MathWorker
+verifier = Verifier(workers=1)
+verifier.run([Job("m", "math", {{"gold": "5", "prediction": "5"}})])
+verifier.submit(Job("spin", "code", {{"solution": "while True: pass", "tests": "f()",
+                                      "entry_point": "f", "time_limit": 500}}))
+time.sleep(0.5)
+print(*[lane.child.pid for lane in verifier._dispatcher._lanes], flush=True)
+time.sleep(600)
+"""
+    trainer = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    workers = [int(pid) for pid in trainer.stdout.readline().split()]
+    assert len(workers) == 2
+    trainer.kill()
+    trainer.wait()
+    deadline = time.monotonic() + 20
+    while any(alive(pid) for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert not any(alive(pid) for pid in workers)
+
+
+def alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_killed_slot_is_replaced():
+    with Verifier(workers=1) as verifier:
+        assert verifier.run([Job("a", "code", GOOD)])["a"].correct
+        (lane,) = verifier._dispatcher._lanes
+        os.killpg(lane.child.pid, signal.SIGKILL)
+        other = {**GOOD, "tests": "assert f(2) == 3"}
+        assert verifier.run([Job("b", "code", other)])["b"].correct
+
+
+def test_masked_verdicts_are_not_cached():
+    broken = {**GOOD, "tests": "assert ("}
+    with Verifier(workers=1) as verifier:
+        assert verifier.run([Job("a", "code", broken)])["a"].masked
+        assert verifier._cache == {}
+
+
+@pytest.mark.parametrize(
+    "change,word",
+    [
+        ({"workers": 0}, "workers"),
+        ({"policy": "soft"}, "policy"),
+        ({"require_level": "Z"}, "level"),
+    ],
+)
+def test_arguments_out_of_range(change, word):
+    with pytest.raises(ValueError, match=word):
+        Verifier(code=False, **change)
+
+
+def test_verdicts_and_jobs_know_their_names():
+    with pytest.raises(ValueError, match="perhaps"):
+        Verdict("perhaps")
+    with pytest.raises(ValueError, match="poem"):
+        Job("a", "poem")
+    assert Verdict("error", "sandbox_error").masked and not Verdict("error", "early_exit").masked
+
+
+# --- command line -------------------------------------------------------------------------
+
+
+def command(tmp_path, domain, lines, *options):
+    source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("\n".join(lines) + "\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "sage_jax.verify", domain, "--input", source, "--output", target,
+         *options],
+        cwd=ROOT, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    rows = [json.loads(line) for line in target.read_text().splitlines()] if target.exists() else []
+    return done, rows
+
+
+def test_command_line_maths(tmp_path):
+    row = {"gold": "7", "prediction": "we count 7"}
+    lines = [
+        json.dumps({"id": "a", **row}),
+        "{broken",
+        json.dumps({"id": "a", **row}),
+        json.dumps({"id": 3, "gold": "7", "prediction": "\\boxed{8}"}),
+        json.dumps({"id": "b", "gold": 7, "prediction": "7"}),
+        json.dumps(row),
+        json.dumps({"id": "c", "gold": "1.0", "prediction": "####1.2", "tolerance": 0.5}),
+    ]
+    done, rows = command(tmp_path, "math", lines, "--workers", "1")
+    assert done.returncode == 1
+    assert [(row["id"], row["verdict"]) for row in rows] == [
+        ("a", "correct"),
+        (3, "wrong"),
+        ("c", "correct"),
+    ]
+    assert set(rows[0]) == {"id", "verdict", "reason", "ms"}
+    for number in (2, 3, 5, 6):
+        assert f"line {number}:" in done.stderr
+    done, rows = command(tmp_path, "math", lines[:1], "--policy", "reward")
+    assert done.returncode == 0 and rows[0]["verdict"] == "unparsable"
+
+
+def test_command_line_code(tmp_path):
+    lines = [
+        json.dumps({"id": "good", **GOOD}),
+        json.dumps({"id": "none", "solution": "x = 1", "tests": "assert True"}),
+        json.dumps({"id": "probe", **GOOD, "determinism_probe": "f(1)"}),
+    ]
+    done, rows = command(tmp_path, "code", lines)
+    assert done.returncode == 1 and "line 2: entry_point" in done.stderr
+    assert [(row["id"], row["verdict"]) for row in rows] == [
+        ("good", "correct"),
+        ("probe", "correct"),
+    ]
+    wanted = {
+        "id",
+        "verdict",
+        "reason",
+        "ms",
+        "cpu_ms",
+        "output_tail",
+        "isolation",
+        "deterministic",
+    }
+    assert set(rows[0]) == wanted
+    assert rows[0]["isolation"] in "ABCD" and rows[1]["deterministic"] is True
+
+
+def test_command_line_usage_errors_exit_2(tmp_path):
+    done, _ = command(tmp_path, "poetry", [])
+    assert done.returncode == 2
+    done, _ = command(tmp_path, "math", [], "--workers", "0")
+    assert done.returncode == 2 and "--workers" in done.stderr
