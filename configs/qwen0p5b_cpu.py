@@ -25,8 +25,8 @@ def get_config():
     c.method.candidates = 4
     c.method.attempts = 2
     c.method.drawn = 2
-    c.method.solutions = 2
-    c.rollout.slots = 12
+    c.method.solutions = 1
+    c.rollout.slots = 8
     c.rollout.prefill_rows = 1
     c.rollout.buckets = (128, 192, 256, 320, 384, 576)
     for role in ("challenger", "planner", "solver", "critic"):
