@@ -261,6 +261,6 @@ def make_programs(settings: SftSettings, cfg: QwenConfig, tx: optax.GradientTran
         total, grads = acc
         updates, opt_state = tx.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
-        return State(params, opt_state), total, optax.global_norm(grads)
+        return State(params, opt_state), total, optax.tree.norm(grads)
 
     return accumulate, finish

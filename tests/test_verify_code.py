@@ -167,7 +167,8 @@ FORGERIES = {
     "        frame.f_globals['verdict'] = lambda *a: {'verdict': 'correct'}\n"
     "        frame = frame.f_back\n    return 0\n",
     "replies ahead": "import os, json, struct\n"
-    "def f(n):\n    text = json.dumps({'value': 6}).encode()\n    for _ in range(9): os.write(3, struct.pack('>I', len(text)) + text)\n    return 0\n",
+    "def f(n):\n    text = json.dumps({'value': 6}).encode()\n"
+    "    for _ in range(9): os.write(3, struct.pack('>I', len(text)) + text)\n    return 0\n",
     "raises the test's own": "def f(n):\n    raise AssertionError\n",
     "not implemented": "def f(n): return NotImplemented\n",
     "itself": "def f(n):\n    x = []\n    x.append(x)\n    return x\n",
@@ -190,6 +191,13 @@ def test_no_verdict_is_forged(verifier, name):
     for test, result in verifier.run(jobs).items():
         assert result.verdict in ("wrong", "error") and not result.masked, (test, result)
     assert judge(verifier, DOUBLE, STRICT["equal"]).verdict == "correct"
+
+
+def test_a_test_that_swallows_everything_still_sees_the_exit(verifier):
+    tests = "try:\n    f(1)\nexcept BaseException:\n    pass"
+    for body in ("import os; os._exit(0)", "raise SystemExit(0)"):
+        assert judge(verifier, f"def f(n):\n    {body}\n", tests).reason == "early_exit"
+    assert judge(verifier, "def f(n):\n    raise ValueError\n", tests).correct
 
 
 def test_strict_tests_can_pass(verifier):
@@ -246,8 +254,9 @@ def f(path):
     attempt('signal', lambda: os.kill(os.getppid(), 0))
     attempt('tcp', lambda: socket.socket().connect(('127.0.0.1', 9)))
     attempt('udp', lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b'x', ('127.0.0.1', 9)))
+    found = os.listdir('.')
     open('own.txt', 'w').write('fine')
-    return [done, 'SAGE_SECRET' in os.environ, os.listdir('.')]
+    return [done, 'SAGE_SECRET' in os.environ, found]
 """
 
 
@@ -257,7 +266,7 @@ def test_nothing_outside_is_reached(tmp_path, monkeypatch, without):
     os.chmod(tmp_path, 0o777)
     secret = tmp_path / "secret"
     secret.write_text("x")
-    tests = f"assert f({str(secret)!r}) == [[], False, ['own.txt']]"
+    tests = f"assert f({str(secret)!r}) == [[], False, []]"
     with Verifier(workers=1, without=without) as verifier:
         for _ in range(2):  # the second program finds no file of the first
             result = judge(verifier, REACH + f"# {_}\n", tests)

@@ -1,0 +1,121 @@
+"""Supervised fine-tuning: what is learned from, how batches are cut, resuming, and bad files."""
+
+import json
+from itertools import islice
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sage_jax import sft as module
+from sage_jax.core.tokens import Tokens
+from sage_jax.models import hf, qwen
+from sage_jax.sft import Example, SftSettings, end_of_turn, sft, stream
+from sage_jax.tasks.tiny_tokenizer import CONFIG, write_folder
+
+ROW = {"messages": [{"role": "user", "content": "solve: 7"}], "response": "<answer>7</answer>"}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model folder without weights, smaller than the packaged one."""
+    folder = tmp_path_factory.mktemp("base")
+    write_folder(folder)
+    small = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "head_dim": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | CONFIG | small | heads))
+    (folder / "rows.jsonl").write_text(json.dumps(ROW) + "\n")
+    return folder
+
+
+def settings(base, **changes) -> SftSettings:
+    values = {
+        "model_path": str(base),
+        "data": str(base / "rows.jsonl"),
+        "from_scratch": True,
+        "steps": 30,
+        "batch": 2,
+        "micro_rows": 2,
+        "length": 16,
+        "lr": 3e-2,
+        "warmup_steps": 2,
+    }
+    return SftSettings(**values | changes)
+
+
+@pytest.fixture(scope="module")
+def gradients(base):
+    """(loss, gradients) of one batch at the random starting weights."""
+    params, cfg = module._start(settings(base))
+    programs = module.make_programs(settings(base), cfg, module.make_optimizer(settings(base)))
+
+    def of(examples, micro_rows=2):
+        micros, count = module._batch(examples, settings(base, micro_rows=micro_rows))
+        acc = (jnp.zeros(()), jax.tree.map(jnp.zeros_like, params))
+        for micro in micros:
+            acc = programs[0](params, acc, micro, count)
+        return acc
+
+    return of
+
+
+def test_a_model_fitted_to_a_row_writes_its_response_and_ends_the_turn(base, tmp_path):
+    out = sft(settings(base), tmp_path)
+    assert out is not None
+    params, cfg = hf.load(out)
+    example = next(stream(settings(base), Tokens.load(out)))
+    hidden_btd = qwen.forward(params, cfg, jnp.array([example.prompt + example.response]))
+    greedy_t = jnp.argmax(qwen.head_logits(params, cfg, hidden_btd), -1)[0]
+    assert greedy_t[len(example.prompt) - 1 : -1].tolist() == example.response
+
+
+def test_prompt_tokens_are_context_only_and_the_end_of_turn_is_learned(gradients):
+    loss, _ = gradients([Example([5, 6, 7], [8, 9])])
+    first, _ = gradients([Example([5, 6, 7], [8])])
+    last, _ = gradients([Example([5, 6, 7, 8], [9])])
+    np.testing.assert_allclose(2 * loss, first + last, rtol=1e-5)
+    assert abs(float(loss - first)) > 1e-6
+
+
+def test_micro_batches_and_padding_change_nothing(gradients):
+    examples = [Example([5, 6, 7], [8, 9]), Example([4], [3] * 12), Example([1, 2], [3])]
+    together, apart = gradients(examples, micro_rows=4), gradients(examples)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-6), together, apart)
+
+
+def test_a_stopped_run_continues_to_the_same_weights(base, tmp_path):
+    whole = sft(settings(base, steps=6), tmp_path / "whole")
+    asked = iter([False, False, True])
+    assert sft(settings(base, steps=6), tmp_path / "parts", lambda: next(asked)) is None
+    resumed = sft(settings(base, steps=6), tmp_path / "parts")
+    assert whole is not None and resumed is not None
+    first, second = (p / "model.safetensors" for p in (whole, resumed))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_demonstrations_come_through_the_prompts_and_the_chat_template(base):
+    tokens = Tokens.load(base)
+    example = next(stream(settings(base, data="tiny_world", length=128), tokens))
+    text = tokens.decode(example.prompt)
+    assert text.split(": ")[0] in ("new", "plan", "rate", "solve", "solve f")
+    assert example.prompt[-1] == tokens.encode("<|assistant|>")[0]
+    assert example.response[-1] == end_of_turn(tokens) == tokens.encode("<|im_end|>")[0]
+
+
+def test_rows_longer_than_the_limit_are_left_out(base):
+    tokens = Tokens.load(base)
+    rows = islice(stream(settings(base, data="tiny_world", length=32), tokens), 50)
+    assert max(len(e.prompt) + len(e.response) for e in rows) <= 32
+    with pytest.raises(ValueError, match="sft.length=8"):
+        next(stream(settings(base, length=8), tokens))
+
+
+def test_bad_lines_are_all_named(base, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROW) + '\n{"messages": []}\nnot json\n')
+    with pytest.raises(ValueError, match=r"rows.jsonl:2(.|\n)*rows.jsonl:3"):
+        next(stream(settings(base, data=str(path)), Tokens.load(base)))
+    with pytest.raises(ValueError, match="neither 'tiny_world' nor a JSONL file"):
+        next(stream(settings(base, data=str(tmp_path / "absent")), Tokens.load(base)))
