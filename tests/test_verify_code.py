@@ -430,3 +430,10 @@ def test_shared_hostile_programs():
     cases = [row for row in rows if row["category"] != "time"]
     assert len(cases) > 50
     assert run_cases(cases) == {}
+
+
+def test_finding_the_program_takes_linear_time_on_hostile_text():
+    # Quadratic search took minutes at this length, in the trainer.
+    for text in ("<answer>" * 200_000, "```" * 500_000, "</answer>" * 200_000):
+        assert extract_code(text) == ""
+    assert extract_code("<answer> draft <answer>\nx = 1\n</answer> and so on") == "x = 1"

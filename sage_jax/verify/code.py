@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import signal
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,6 +17,7 @@ from sage_jax.verify.sandbox import Run
 from sage_jax.verify.verdict import Verdict
 
 MAX_PROGRAM = 1 << 20
+PYTHON_MARKS = ("python", "py", "python3")
 MAX_INPUTS, MAX_INPUT_TEXT = 64, 4000
 CPU_SLACK = 0.05
 Steps = Generator[Run, dict[str, Any], Verdict]
@@ -39,13 +39,17 @@ def extract_code(text: str) -> str:
     The last ``<answer>…</answer>``, or without one the last fenced block marked as Python; a
     fence around the whole program inside the tag is removed.
     """
-    answers = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    inside = answers[-1] if answers else text
-    fences = re.findall(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", inside, re.DOTALL)
-    python = [body for mark, body in fences if mark.lower() in ("python", "py", "python3")]
+    # Searches from the end and splits, so that hostile text costs linear time in the trainer.
+    end = text.rfind("</answer>")
+    start = text.rfind("<answer>", 0, max(end, 0))
+    tagged = start >= 0
+    inside = text[start + len("<answer>") : end] if tagged else text
+    fences = [part.partition("\n") for part in inside.split("```")[1::2]]
+    fences = [(mark.split()[:1], body) for mark, newline, body in fences if newline]
+    python = [body for mark, body in fences if mark and mark[0].lower() in PYTHON_MARKS]
     if python:
         return python[-1].strip("\n")
-    if not answers:
+    if not tagged:
         return ""
     return fences[-1][1].strip("\n") if fences else inside.strip("\n")
 
