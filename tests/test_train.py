@@ -148,6 +148,17 @@ def test_every_step_writes_the_promised_metrics(finished):
     assert ["valid/accuracy" in line for line in lines] == [True, False, True, True]
 
 
+def test_the_figures_of_a_run_move(finished):
+    """Those that a rollout alone does not give; the others are told apart in test_sage."""
+    _, workdir, *_ = finished
+    lines = [json.loads(x) for x in (workdir / "metrics.jsonl").read_text().splitlines()]
+    moving = """step loss grad_norm logp_gap/mean logp_gap/max entropy/solver entropy/planner
+        tokens/generated tokens/trained padding/update live_slots compiles time/rollout
+        time/update time/total time/validate rates/tokens_per_s memory/rss_gib""".split()
+    still = [m for m in moving if len({line[m] for line in lines if m in line}) < 2]
+    assert not still
+
+
 def test_weights_move_and_the_sampler_follows_them(finished):
     config, workdir, state, _ = finished
     with start(config, workdir / "other", lambda: False) as run:
