@@ -105,8 +105,17 @@ def load_model(config, place: Placement, *, dtype=jnp.float32) -> Model:
 def make_engine(
     config, cfg: qwen.QwenConfig, place: Placement, notice: Callable[[str], None]
 ) -> Engine:
-    """The engine of the config; `notice` is told before a program is compiled."""
+    """The engine of the config; `notice` is told before a program is compiled.
+
+    ConfigError when prompts and responses can grow beyond the positions the model knows.
+    """
     r = config.rollout
+    longest = config.tokens.max_prompt + max(r.max_new[role] for role in ROLES)
+    if longest > cfg.max_position:
+        raise ConfigError(
+            f"tokens.max_prompt={config.tokens.max_prompt} + the largest rollout.max_new = "
+            f"{longest} tokens: the model has {cfg.max_position} positions; lower one of them"
+        )
     return Engine(
         cfg,
         slots=r.slots,

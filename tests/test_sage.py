@@ -6,6 +6,7 @@ import pytest
 import scripted
 from scripted import all_correct, good_answer, play_step
 
+from sage_jax.config import ConfigError
 from sage_jax.methods import rewards
 from sage_jax.methods.credit import assign_advantages, training_batches
 from sage_jax.methods.graph import Cancelled, Player, play
@@ -319,3 +320,26 @@ def test_an_episode_row_holds_what_a_reader_needs():
     assert row["prompt"] == "prompt text" and row["response"] == "<answer>2</answer>"
     assert row["reward_parts"].keys() == {"plan_score", "correct", "format"}
     assert len(row["parents"]) == 3
+
+
+def test_an_over_long_prompt_is_skipped_or_stops_the_run_by_name():
+    class Strict(scripted.Bytes):
+        def chat_fit(self, messages, max_tokens, policy):
+            if policy == "skip":
+                return None
+            raise ValueError("prompt of 99 tokens")
+
+    sage, pool, _, _ = play_step()
+    c = scripted.config()
+    engine, verifier = scripted.ScriptedEngine(good_answer), scripted.ScriptedVerifier(all_correct)
+    c.tokens.overlong = "error"
+    with pytest.raises(ConfigError, match="tokens.max_prompt=1024.*99 tokens"):
+        play(engine, verifier, sage.episodes(pool, 3), Player(c, Strict(), 3, 1.0))
+    c.tokens.overlong = "skip"
+    episodes = sage.episodes(pool, 3)
+    play(engine, verifier, episodes, Player(c, Strict(), 3, 1.0))
+    sage.reward(episodes)
+    assert all_samples(episodes) == [] and sage.admit(pool, episodes) == {}
+    figures = rollout_figures(episodes, c.method)
+    assert figures["solve_rate"] is None and figures["tokens/generated"] == 0
+    assert training_batches([], c) == []

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sage_jax import roles
+from sage_jax.config import ConfigError
 from sage_jax.core.rng import row_key
 from sage_jax.core.tokens import Tokens
 from sage_jax.rollout.engine import Completion, Row
@@ -106,9 +107,18 @@ class Player:
         self.step, self.temperature = step, temperature
 
     def encode(self, messages: list[dict[str, str]]) -> tuple[int, ...] | None:
-        """Prompt tokens; None when the prompt is over-long and the policy is to skip it."""
+        """Prompt tokens; None when the prompt is over-long and the policy is to skip it.
+
+        ConfigError when it cannot be made to fit, or the policy is to stop.
+        """
         settings = self.config.tokens
-        ids = self.tokens.chat_fit(messages, settings.max_prompt, settings.overlong)
+        try:
+            ids = self.tokens.chat_fit(messages, settings.max_prompt, settings.overlong)
+        except ValueError as error:
+            raise ConfigError(
+                f"tokens.max_prompt={settings.max_prompt}, tokens.overlong={settings.overlong}: "
+                f"{error}"
+            ) from error
         return None if ids is None else tuple(ids)
 
     def row(self, sample: Sample, episode_id: str, index: int) -> Row:

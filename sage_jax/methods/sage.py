@@ -107,7 +107,7 @@ class Sage:
         """Put proposals that pass the question gate into the pool; counts of each outcome."""
         outcomes: dict[str, int] = {}
         for episode in episodes:
-            if "challenge" not in episode.samples:
+            if not episode.samples.get("challenge"):
                 continue
             candidate = episode.facts.get("candidate")
             if candidate is None:
