@@ -108,7 +108,7 @@ def test_a_long_stage_that_is_named_again_and_again_keeps_beating(clock):
 def test_news_put_the_heartbeat_off(clock):
     stream = io.StringIO()
     bar = progress(stream, clock)
-    for report in (lambda: bar.stage("update"), lambda: bar.step(1, {}), lambda: bar.note("saved")):
+    for report in (lambda: bar.step(1, {}), lambda: bar.note("saved")):
         clock.now += 29
         report()
         lines = stream.getvalue()

@@ -69,12 +69,11 @@ class Progress:
 
     def stage(self, name: str, pending: Callable[[], Iterable[str]] = tuple) -> None:
         """Enters a stage, or goes on with it; `pending` gives the ids it waits for (a mapping's
-        keys will do). Naming the present stage again is no news: a long one keeps beating."""
+        keys will do). Only what is printed counts as news to the heartbeat."""
         with self._lock:
             self._pending = pending
             if name != self._stage:
-                self._stage = name
-                self._stage_start = self._news = self._clock()
+                self._stage, self._stage_start = name, self._clock()
 
     def step(self, step: int, shown: Mapping[str, float]) -> None:
         """Reports a finished step with the figures to show beside it."""
