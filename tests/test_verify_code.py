@@ -75,6 +75,10 @@ def test_io_comparisons(verifier, compare, atol, expected, result, verdict):
     assert judge(verifier, f"def f(x):\n    return {result}\n", tests).verdict == verdict
 
 
+def test_an_entry_point_that_is_no_function_is_wrong(verifier):
+    assert judge(verifier, "f = 6\n", KINDS["io"]).reason == "not_callable"
+
+
 def test_stdio_compares_all_lines(verifier):
     tests = {"kind": "stdio", "stdin": ["2 3\n", "5 5"], "stdout": ["5\ndone", "10\ndone\n"]}
     right = "a, b = map(int, input().split())\nprint(a + b)\nprint('done')\n"

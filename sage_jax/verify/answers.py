@@ -158,19 +158,22 @@ def _ratio(gold: Ratio, other, tolerance) -> bool:
     ends = [getattr(ratio.parts[-1], "unit", "") for ratio in (gold, other)]
     if units.same(*ends) is None:  # a.m. and p.m.
         return False
-    a, b = ([_number(part) for part in ratio.parts] for ratio in (gold, other))
-    if any(number is None for number in a + b):
-        return _and([equal(x, y) for x, y in zip(gold.parts, other.parts, strict=True)]) is True
-    if a == b:
-        return True
-    if any(number == 0 for number in a + b):  # a time of day
-        return False
-    return len({x / y for x, y in zip(a, b, strict=True)}) == 1
+    pairs = list(zip(gold.parts, other.parts, strict=True))
+    shares: list[Fraction] = []
+    for a, b in pairs:
+        x, y = _number(a), _number(b)
+        if x is None or y is None:
+            return _and([equal(a, b) for a, b in pairs]) is True
+        if not x or not y:  # a time of day
+            return all(_number(a) == _number(b) for a, b in pairs)
+        shares.append(x / y)
+    return len(set(shares)) == 1
 
 
 def _number(value) -> Fraction | None:
-    node = value.node if isinstance(value, Value) else ("none",)
-    return node[1] if node[0] in ("num", "dec") else None
+    if isinstance(value, Value) and value.node[0] in ("num", "dec"):
+        return value.node[1]
+    return None
 
 
 def _based(gold: Based, other, tolerance) -> bool:

@@ -140,9 +140,7 @@ def numeric(
     with mpmath.workdps(digits):
         try:
             return _Numeric(mpmath, values, natural_log).value(node)
-        except (ZeroDivisionError, ValueError, OverflowError, TypeError) as error:
-            raise Undefined(str(error)) from error
-        except mpmath.libmp.NoConvergence as error:
+        except (ArithmeticError, ValueError, TypeError) as error:
             raise Undefined(str(error)) from error
 
 

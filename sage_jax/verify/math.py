@@ -181,11 +181,11 @@ def library_equal(gold: str, text: str, loading: Callable[[bool], None]) -> bool
     loading(False)
     try:
         parsed = [
-            parse(f"\\boxed{{{part}}}", parsing_timeout=None, raise_on_error=True)
+            parse(f"\\boxed{{{part}}}", parsing_timeout=0, raise_on_error=True)
             for part in (gold, text)
         ]
         if not all(parsed):
             return False
-        return bool(verify(*parsed, timeout_seconds=None, raise_on_error=True))
+        return bool(verify(parsed[0], parsed[1], timeout_seconds=0, raise_on_error=True))
     except Exception:  # a parser and a computer algebra system can raise anything at all
         return False

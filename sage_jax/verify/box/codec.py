@@ -10,6 +10,7 @@ import fractions
 import json
 import math
 import struct
+from typing import Any
 
 MAX_FRAME = 4 << 20
 MAX_DEPTH = 200
@@ -120,7 +121,7 @@ def _plain_base(value, base):
     return base(base.__iter__(value))
 
 
-def decode(data, handle, depth=0):
+def decode(data, handle, depth=0) -> Any:
     """The value of a JSON form; ``handle(body)`` returns the stand-in for a handle."""
     kind = type(data)
     if data is None or kind in (bool, str, int, float):

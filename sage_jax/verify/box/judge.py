@@ -121,7 +121,7 @@ class Judge:
 
     def _io(self):
         plan = self._plan
-        (function,) = self._bind().values()
+        function = self._function()
         try:
             wanted = [self._literal(text) for text in plan["expected"]]
             arguments = [self._arguments(text) for text in plan["args"]]
@@ -146,7 +146,7 @@ class Judge:
                 self._send(message, positional, keywords)
                 yield self._next_reply()
             return
-        batch = [self._encode(list(positional)) for positional, _ in group]
+        batch: list = [self._encode(list(positional)) for positional, _ in group]
         self._connection.send({"do": "many", "h": function._number, "a": batch})
         for _ in group:
             yield self._next_reply()
@@ -165,7 +165,7 @@ class Judge:
 
     def _reference(self):
         """Values of the reference on its inputs, twice; refusals are named."""
-        (function,) = self._bind().values()
+        function = self._function()
         try:
             inputs = [parse_input(text) for text in self._plan["inputs"]]
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -220,16 +220,21 @@ class Judge:
     def _bind(self):
         return {name: self.ask({"do": "get", "n": name}) for name in self._plan["entry_points"]}
 
+    def _function(self):
+        (function,) = self._bind().values()
+        if not isinstance(function, Remote):
+            self._fail("wrong", "not_callable")
+        return function
+
     def ask(self, message, arguments=None, keywords=None):
         """Value of one request; raises the judge's version of whatever was raised there."""
         self._send(message, arguments, keywords)
         reply = self._next_reply()
         value = self._value(reply)
         if self._plan.get("mutates") and "arguments" in reply and arguments:
-            for own, changed in zip(
-                arguments, decode(reply["arguments"], self._stand_in), strict=False
-            ):
-                copy_back(own, changed)
+            changed = decode(reply["arguments"], self._stand_in)
+            for own, new in zip(arguments, changed if type(changed) is list else [], strict=False):
+                copy_back(own, new)
         if message["do"] == "get" and isinstance(value, RemoteClass):
             self._classes.add(value._number)
         return value

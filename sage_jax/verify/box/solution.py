@@ -58,10 +58,10 @@ def run_script(request):
         load(request)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:
+    except BaseException as error:
         status = 1
-        sys.excepthook(*sys.exc_info())
-    threading._shutdown()
+        sys.excepthook(type(error), error, error.__traceback__)
+    threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
     atexit._run_exitfuncs()
     if not flush_output():
         status = status or 1

@@ -50,9 +50,9 @@ def main():
 
 class Zygote:
     def __init__(self, control, options):
-        self._control = control
+        self._control, self._options = control, options
         self._without = set(options["without"])
-        self._base = None
+        self._base = self._scratch = ""
         self._uid = options["uid"] if os.geteuid() == 0 else None
         self._roots = confine.readable_roots()
         self._layers = {}
@@ -60,7 +60,10 @@ class Zygote:
         self._keep_reading = False
         self._landlock = 0 if "landlock" in self._without else confine.landlock_abi()
         self._enter_namespaces()
-        self._scratch = "/w" if self._layers["namespaces"] else self._make_base()
+        if self._layers["namespaces"]:
+            self._scratch = "/w"
+        else:
+            self._make_base()
         self._devnull = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         if self._uid is not None and not self._layers["namespaces"]:
             self._keep_reachable()
@@ -102,7 +105,7 @@ class Zygote:
 
     def _isolate(self, way):
         if way == "dropped":  # root without the right to unshare: another user may have it
-            confine.drop_user(self._uid)
+            confine.drop_user(self._options["uid"])
             confine.dumpable(True)  # or the map of the namespace could not be written
         confine.unshare(user=way != "root")
         # Any folder will do as the place of the new root: only this mount namespace sees it.
@@ -140,7 +143,7 @@ class Zygote:
         """
 
         def look():
-            confine.drop_user(self._uid, keep_reading=self._keep_reading)
+            confine.drop_user(self._options["uid"], keep_reading=self._keep_reading)
             os.chdir(self._base)
             with open(os.__file__, "rb"):
                 pass
