@@ -101,7 +101,7 @@ class Engine:
         return bool(self._queue) or any(row is not None for row in self._rows)
 
     def submit(self, rows: Iterable[Row]) -> None:
-        """Queue rows; they start in this order as slots become free. ValueError for an unfit one."""
+        """Queue rows; they start in this order as slots become free. ValueError for unfit ones."""
         rows = list(rows)
         for row in rows:
             self._check(row)
