@@ -141,6 +141,9 @@ SCHEMA: dict[str, Field] = {
         "tiny_world", "name or path", "JSONL of messages and response, or tiny_world"
     ),
     "sft.from_scratch": Field(False, "flag", "random weights instead of those of model.path"),
+    "sft.practice": Field(
+        0.0, "share", "of the updates that show mostly good habits; then the rate falls", 0, 1
+    ),
     "sft.steps": Field(3000, "steps", "supervised updates", 1),
     "sft.batch": Field(128, "rows", "demonstrations an update", 1),
     "sft.length": Field(128, "tokens", "longest demonstration, prompt included", 8),

@@ -86,7 +86,7 @@ def write_answers(path: Path, episodes: Sequence[Episode]) -> None:
                     "domain": sample.domain,
                     "response": sample.text,
                     "finish": sample.completion.finish,
-                    "verdict": sample.verdict.verdict,
-                    "reason": sample.verdict.reason,
+                    "verdict": sample.judged.verdict,
+                    "reason": sample.judged.reason,
                 }
                 file.write(json.dumps(row) + "\n")

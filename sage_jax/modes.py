@@ -135,7 +135,7 @@ def run_eval(job: Job, stop) -> int:
                 "accuracy": accuracy(samples),
                 "wellformed": accuracy([s for s in samples if s.parsed.ok]),
                 "truncated": sum(s.completion.finish == "length" for s in samples) / len(samples),
-                "masked": sum(s.verdict.masked for s in samples) / len(samples),
+                "masked": sum(s.judged.masked for s in samples) / len(samples),
             }
             write_answers(job.workdir / f"eval_{number}_{Path(name).stem}.jsonl", episodes)
             print(f"{name}: accuracy {results[name]['accuracy']:.4f} on {len(samples)} items")

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +34,8 @@ def model_path(name: str) -> str:
 
 def enable_compilation_cache() -> None:
     """Keep compiled programs between runs, unless the user has chosen a place already."""
-    if not jax.config.jax_compilation_cache_dir:
+    # The attributes of jax.config are made at run time, unseen by a type checker.
+    if not jax.config.jax_compilation_cache_dir:  # pyright: ignore[reportAttributeAccessIssue]
         home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
         jax.config.update("jax_compilation_cache_dir", str(Path(home) / "sage_jax" / "xla"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
@@ -150,7 +152,7 @@ class CompileCounter:
         self.count = 0
         jax.monitoring.register_event_duration_secs_listener(self._hear)
 
-    def _hear(self, event: str, duration: float, **kwargs) -> None:
+    def _hear(self, event: str, duration_secs: float, **kwargs) -> None:
         self.count += event == "/jax/core/compile/backend_compile_duration"
 
 
@@ -164,7 +166,8 @@ def decode_weights(params: dict, cfg: qwen.QwenConfig, place: Placement, dtype: 
 @partial(jax.jit, static_argnames=("cfg", "dtype", "layout"))
 def _cast(params: dict, *, cfg: qwen.QwenConfig, dtype: str, layout: Layout | None) -> dict:
     table = qwen.param_table(cfg)
-    flat = {name: x.astype(dtype) for name, x in flatten_dict(params, sep=".").items()}
+    leaves: dict[str, Any] = dict(flatten_dict(params, sep="."))
+    flat = {name: x.astype(dtype) for name, x in leaves.items()}
     if layout is not None:
         flat = {name: layout.constrain(x, *table[name].axes) for name, x in flat.items()}
     return unflatten_dict(flat, sep=".")

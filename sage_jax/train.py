@@ -130,7 +130,7 @@ def absorb(run: Run, episodes: list[Episode], step: int) -> dict[str, float]:
     for episode in episodes:
         for task, kind in ((episode.task, "solve"), (episode.facts.get("candidate"), "attempt")):
             if task and kind in episode.samples:
-                verdicts = [s.verdict for s in episode.samples[kind]]
+                verdicts = [s.judged for s in episode.samples[kind]]
                 run.pool.record(task.id, verdicts, drawn=kind == "solve")
     names = {"admitted": "admitted", "duplicates": "duplicate", "invalid": "invalid"}
     names["contaminated"] = "contaminated"

@@ -70,7 +70,7 @@ class UpdateSettings:
             raise ValueError(f"out of range: {', '.join(bad)}; see UpdateSettings for the bounds")
 
 
-def make_schedule(settings: UpdateSettings, total_steps: int) -> optax.Schedule:
+def make_schedule(settings: UpdateSettings, total_steps: int) -> Callable[[Any], jax.Array]:
     """Learning rate of each update: linear warm-up, then the chosen decay to 0 at `total_steps`.
 
     The first update already has lr / warmup_steps: a rate of 0 would waste its rollout.

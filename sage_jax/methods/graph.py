@@ -45,6 +45,13 @@ class Sample:
     parts: dict[str, float] = dataclasses.field(default_factory=dict)
     advantage: float = 0.0
 
+    @property
+    def judged(self) -> Verdict:
+        """The verdict, for rows of a node that always asks for one."""
+        if self.verdict is None:
+            raise RuntimeError(f"row {self.id} has no verdict: its node did not ask for one")
+        return self.verdict
+
 
 def _always(episode: "Episode") -> bool:
     return True

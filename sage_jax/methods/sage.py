@@ -156,7 +156,7 @@ def _check_proposal(episode: Episode, sample: Sample) -> Job | None:
 def _accept(episode: Episode) -> None:
     """Make the proposal a task once its verifier is known to be valid."""
     for sample in episode.samples["challenge"]:
-        if sample.parsed.ok and sample.verdict.correct:
+        if sample.parsed.ok and sample.judged.correct:
             episode.facts["candidate"] = _proposed_task(episode, sample)
 
 
@@ -171,6 +171,6 @@ def _proposed_task(episode: Episode, sample: Sample) -> Task:
         entry_point=fields["entry_point"],
         solution=fields["solution"],
         inputs=fields["inputs"],
-        expected=sample.verdict.expected,
+        expected=sample.judged.expected or [],
         **origin,
     )

@@ -5,7 +5,7 @@ of all roles side by side.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +16,17 @@ from sage_jax.rollout.sampling import sample
 
 MAX_STOPS = 16
 
+Array = Any  # numpy on the host, a jax array once placed on devices
+
 
 class RowFacts(NamedTuple):
     """What sampling needs to know of each row [s]; the stop set is padded with -1."""
 
-    key_s2: jax.Array
-    temperature_s: jax.Array
-    top_p_s: jax.Array
-    stop_sn: jax.Array
-    budget_s: jax.Array
+    key_s2: Array
+    temperature_s: Array
+    top_p_s: Array
+    stop_sn: Array
+    budget_s: Array
 
 
 class Slots(NamedTuple):

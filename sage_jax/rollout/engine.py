@@ -101,7 +101,7 @@ class Engine:
         return bool(self._queue) or any(row is not None for row in self._rows)
 
     def submit(self, rows: Iterable[Row]) -> None:
-        """Queue rows; they start in this order as slots become free. ValueError for an unfit one."""
+        """Queue rows; they start in this order as slots become free. ValueError for unfit ones."""
         rows = list(rows)
         for row in rows:
             self._check(row)
@@ -224,17 +224,17 @@ class Engine:
         """The only device-to-host transfers of a rollout: flags each step, tokens when needed."""
         live_s, count_s = jax.device_get((self._slots.live_s, self._slots.count_s))
         self.transfers += 1
-        running = [i for i, row in enumerate(self._rows) if row is not None]
+        running = [(i, row) for i, row in enumerate(self._rows) if row is not None]
         self.live_steps += len(running)
         self.slot_steps += len(self._rows)
-        ended = [i for i in running if not live_s[i]]
+        ended = [(i, row) for i, row in running if not live_s[i]]
         if not ended:
             return []
         tokens_sc, logps_sc = jax.device_get((self._slots.tokens_sc, self._slots.logps_sc))
         self.transfers += 1
         done = []
-        for i in ended:
-            row, count = self._rows[i], int(count_s[i])
+        for i, row in ended:
+            count = int(count_s[i])
             tokens = tokens_sc[i, :count].copy()
             finish = "stop" if tokens[-1] in row.stop_ids else "length"
             done.append(Completion(row, tokens, logps_sc[i, :count].copy(), finish))

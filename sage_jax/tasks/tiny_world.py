@@ -205,12 +205,13 @@ def parse_question(text: str) -> Chain | None:
     inverted = None
     for clause in body.split(", "):
         later, after, first = clause.partition(" after ")
-        pair = [_parse_clause(domain, first, True), _parse_clause(domain, later, False)]
-        pair = pair if after else pair[1:]
-        if None in pair or (after and inverted is not None):
+        parts = [(first, True), (later, False)] if after else [(later, False)]
+        parsed = [_parse_clause(domain, part, gerund) for part, gerund in parts]
+        found = [op for op in parsed if op is not None]
+        if len(found) < len(parts) or (after and inverted is not None):
             return None
         inverted = len(ops) if after else inverted
-        ops += pair
+        ops += found
     chain = Chain(domain, name, start, tuple(ops), inverted)
     return chain if chain.question() == text.strip() and _well_typed(chain) else None
 
