@@ -21,7 +21,7 @@ SOURCES = {str(p.relative_to(PACKAGE)): p.read_text() for p in sorted(PACKAGE.rg
 # own, never one beside it.
 LAYERS = (
     ("config", "core", "verify"),
-    ("tasks", "models"),
+    ("tasks", "models", "recipes"),
     ("roles",),
     ("report", "rollout", "learn"),
     ("methods",),

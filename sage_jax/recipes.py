@@ -1,0 +1,35 @@
+"""Settings that several config files share."""
+
+import ml_collections
+
+from sage_jax.config import base
+
+
+def paper(model_path: str) -> ml_collections.ConfigDict:
+    """SAGE as published (arXiv 2603.15255): lr 3e-6, 200 steps; rows, lengths and K follow the
+    systems it builds on where the paper is silent. All devices share the parameters."""
+    c = base()
+    c.model.path = model_path
+    c.model.dtype = "bfloat16"
+    c.model.remat = "full"
+    c.tokens.max_prompt = 2048
+    c.train.steps = 200
+    c.method.candidates = 128
+    c.method.attempts = 5
+    c.method.drawn = 128
+    c.method.solutions = 1
+    c.rollout.slots = 128
+    c.rollout.chunk = 64
+    c.rollout.prefill_rows = 16
+    c.rollout.buckets = (512, 1024, 2048, 4096, 6144, 8192, 10240)
+    c.rollout.max_new.challenger = 4096
+    c.rollout.max_new.planner = 2048
+    c.rollout.max_new.solver = 8192
+    c.rollout.max_new.critic = 2048
+    c.optim.micro_rows = 16
+    c.optim.buckets = (512, 1024, 2048, 4096, 6144, 8192, 10240)
+    c.optim.logit_chunk = 2048
+    c.sandbox.workers = 16
+    c.mesh.data = 1
+    c.mesh.fsdp = -1
+    return c
