@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -174,3 +175,36 @@ def test_export_writes_a_folder_that_gives_the_same_answers(tiny_folder, tmp_pat
     rows = [{"id": "a", "prompt": "ana has 7", "max_new_tokens": 8}]
     want = offline("generate", tiny_folder, tmp_path, rows)
     assert offline("generate", tmp_path / "out", tmp_path, rows) == want
+
+
+def test_a_terminated_run_saves_and_the_same_command_finishes_it(tmp_path):
+    args = [
+        "--config=configs/tiny.py", f"--workdir={tmp_path}", "--config.train.steps=3",
+        "--config.valid.limit=2", "--config.valid.samples=0", "--config.method.candidates=2",
+        "--config.method.drawn=2", "--config.rollout.slots=16", "--config.rollout.buckets=160",
+        "--config.optim.buckets=160", "--config.optim.micro_rows=16",
+    ]  # fmt: skip
+    command = [sys.executable, "-m", "sage_jax.main", *args]
+    environment = {**os.environ, "XLA_FLAGS": ""}
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
+    )
+    for line in process.stderr:
+        if line.startswith("step 1/3"):
+            process.send_signal(signal.SIGTERM)
+            break
+    _, err = process.communicate(timeout=300)
+    assert process.returncode == 143 and "the same command continues" in err
+    assert modes.newest_step(tmp_path / "checkpoints") in (1, 2)
+    done = run(*args)
+    assert done.returncode == 0 and "finished 3 steps" in done.stderr
+    steps = [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [0, 1, 2, 3]
+    result = run("--mode=eval", *args)
+    assert result.returncode == 0 and "at step 3" in result.stdout, result.stderr
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    summary = json.loads((tmp_path / "eval.json").read_text())
+    (suite,) = summary["results"].values()
+    assert suite["accuracy"] == last["valid/accuracy"] and suite["items"] == 4
+    assert run("--mode=export", f"--output={tmp_path}/hf", *args).returncode == 0
+    assert Tokens.load(tmp_path / "hf").stop_ids and (tmp_path / "hf" / "config.json").is_file()
