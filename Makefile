@@ -11,7 +11,7 @@ demo: $(STAMP)-base
 
 # Everything a commit must pass that needs neither torch nor a second process.
 test: $(STAMP)-dev lint
-	$(BIN)/python -m pytest -m "not parity and not multidevice" --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not parity and not multidevice" --durations=10
 
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .
@@ -19,7 +19,7 @@ lint: $(STAMP)-dev
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Live comparison with torch and transformers.
-parity: $(STAMP)-parity
+parity: $(STAMP)-dev $(STAMP)-parity
 	$(BIN)/python -m pytest -m parity --durations=5
 
 # Eight fake CPU devices.

@@ -28,6 +28,7 @@ setup(
         "cuda12": ["jax[cuda12]"],
         "cuda13": ["jax[cuda13]"],
         "dev": [
+            "pytest-xdist>=3.6,<4",
             "pytest>=8,<10",
             "hypothesis>=6.100,<7",
             "ruff>=0.14,<0.18",
