@@ -18,6 +18,7 @@ _PHRASE = re.compile(
     re.IGNORECASE,
 )
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _JOIN = re.compile(r"[\s$.,;]*(?:\\text\{)?\s*(?:and|or|,|;)?\s*\}?[\s$.,;]*", re.IGNORECASE)
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]",
@@ -64,10 +65,11 @@ def _last_boxes(text: str) -> tuple[bool, str | None]:
     boxes: list[tuple[int, int, str]] = []
     end_of_outer = -1
     last_is_complete = True
+    ends = _groups(text)
     for match in _BOX.finditer(text):
         if match.start() < end_of_outer:  # a box in a box belongs to the outer one
             continue
-        body = _braced(text, match.end())
+        body = ends.get(match.end())
         if body is None:
             last_is_complete = False
             if match.end() < len(text) and text[match.end()] != "{":
@@ -93,20 +95,16 @@ def _last_boxes(text: str) -> tuple[bool, str | None]:
     return True, ", ".join(content for content in contents if content)
 
 
-def _braced(text: str, start: int) -> int | None:
-    """End of the group that opens at ``start``, None if it does not open or close."""
-    if start >= len(text) or text[start] != "{":
-        return None
-    depth, place = 0, start
-    for match in re.compile(r"\\.|[{}]", re.DOTALL).finditer(text, start):
+def _groups(text: str) -> dict[int, int]:
+    """Where the group that opens at each brace ends; in one pass, whatever the text holds."""
+    ends: dict[int, int] = {}
+    opened: list[int] = []
+    for match in _BRACE.finditer(text):
         if match.group() == "{":
-            depth += 1
-        elif match.group() == "}":
-            depth -= 1
-            place = match.end()
-            if depth == 0:
-                return place
-    return None
+            opened.append(match.start())
+        elif match.group() == "}" and opened:
+            ends[opened.pop()] = match.end()
+    return ends
 
 
 def _after_phrase(text: str) -> str | None:
@@ -114,7 +112,7 @@ def _after_phrase(text: str) -> str | None:
     if not found:
         return None
     last = found[0]
-    rest = text[last.end() : last.end() + 4 * MAX_ANSWER].strip(" \t*:\uff1a\n")
+    rest = text[last.end() : last.end() + 2 * MAX_ANSWER].strip(" \t*:\uff1a\n")
     line = rest.split("\n", 1)[0]
     line = re.sub(r"\s*I hope it is correct\.?\s*$", "", line).strip(" \t*")
     formulas = _FORMULA.findall(line)
@@ -132,11 +130,11 @@ def _after_phrase(text: str) -> str | None:
 
 def _last_formula(text: str) -> str | None:
     """The last formula; formulas joined by "and", "or" or a comma are one list."""
-    found = list(_FORMULA.finditer(text[-50_000:]))
+    window = text[-2 * MAX_ANSWER :]
+    found = list(_FORMULA.finditer(window))
     if not found:
         return None
     group = [found[-1]]
-    window = text[-50_000:]
     for match in reversed(found[:-1]):
         between = window[match.end() : group[-1].start()]
         if not re.fullmatch(r"\s*(?:,|and|or|,\s*and|,\s*or)\s*", between):

@@ -8,11 +8,13 @@ Nodes are tuples: ("num", Fraction), ("dec", Fraction, places, significant digit
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
 Node = tuple[Any, ...]
-MAX_NODES, MAX_DEPTH = 600, 60
+MAX_NODES, MAX_DEPTH = 600, 80
 
 _TOKEN = re.compile(
     r"\s*(?:(?P<sci>\d+(?:\.\d+)?[eE][+-]?\d{1,4}(?![\d.]))|(?P<num>\d+(?:\.\d+)?|\.\d+)"
@@ -20,10 +22,8 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 TRIG = "sin cos tan cot sec csc sinh cosh tanh".split()
-FUNCTIONS = {
-    *TRIG, *(f"arc{name}" for name in TRIG[:6]), "ln", "log", "lg", "exp",
-    "arsinh", "arcosh", "artanh",
-}  # fmt: skip
+FUNCTIONS = {*TRIG, *(f"arc{name}" for name in TRIG[:6])}
+FUNCTIONS |= set("ln log lg exp arsinh arcosh artanh".split())
 GREEK = set(
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi rho sigma tau "
     "upsilon phi chi psi omega Gamma Delta Theta Lambda Xi Pi Sigma Upsilon Phi Psi Omega ell "
@@ -115,19 +115,27 @@ class _Parser:
             raise ParseError("the formula is too large")
         return parts
 
-    # --- levels ---------------------------------------------------------------------------
-
-    def expression(self) -> Node:
+    @contextmanager
+    def _deeper(self) -> Iterator[None]:
         self._depth += 1
         if self._depth > MAX_DEPTH:
             raise ParseError("the formula is nested too deep")
+        yield
+        self._depth -= 1
+
+    # --- levels ---------------------------------------------------------------------------
+
+    def expression(self) -> Node:
+        with self._deeper():
+            return self._sum()
+
+    def _sum(self) -> Node:
         left = self._term()
         while (sign := self.peek()) in ("+", "-", "\\pm", "\\mp"):
             self._next()
             right = self._term()
             wrapped = {"+": right, "-": ("neg", right), "\\pm": ("pm", right)}
             left = self._node("add", left, wrapped.get(sign or "", ("mp", right)))
-        self._depth -= 1
         return left
 
     def _term(self) -> Node:
@@ -194,7 +202,8 @@ class _Parser:
             return self._group("{", "}")
         if self.peek() in ("-", "+"):
             sign = self._next()[1]
-            node = self._exponent()
+            with self._deeper():
+                node = self._exponent()
             return self._node("neg", node) if sign == "-" else node
         if self._kind() == "num":
             return self._node(*decimal(self._next()[1]))
@@ -219,7 +228,8 @@ class _Parser:
             self._tokens[self._at] = ("num", text[1:])
             return decimal(text[0])
         self._at -= 1
-        return self._primary()
+        with self._deeper():
+            return self._primary()
 
     # --- leaves ---------------------------------------------------------------------------
 
@@ -242,7 +252,8 @@ class _Parser:
         if token.isalpha() and len(token) == 1:
             return self._letter(token)
         if token.startswith("\\"):
-            return self._macro(token[1:])
+            with self._deeper():
+                return self._macro(token[1:])
         raise ParseError(f"unexpected {token!r}")
 
     def _mixed(self, whole: Node) -> Node:
