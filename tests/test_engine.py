@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from greedy import pad
 
 from sage_jax.core.logprob import log_prob
 from sage_jax.core.rng import row_key
@@ -75,19 +76,28 @@ def test_rows_of_one_prompt_draw_independently(params):
     assert len({tuple(c.tokens) for c in done.values()}) == 8
 
 
+@jax.jit
+def full_pass(params, tokens_bt, temperature_b):
+    """Log-prob of every token after the first, and the likeliest token in its place."""
+    logits_btv = qwen.head_logits(params, CFG, qwen.forward(params, CFG, tokens_bt))[:, :-1]
+    temperature_bt = jnp.broadcast_to(temperature_b[:, None], tokens_bt[:, 1:].shape)
+    return log_prob(logits_btv, tokens_bt[:, 1:], temperature_bt), logits_btv.argmax(-1)
+
+
+def assert_log_probs_are_those_of_a_full_pass(params, buckets):
+    done = list(engine(params, buckets=buckets).generate(rows(8)).values())
+    tokens_bt, length_b = pad([[*c.row.prompt, *c.tokens] for c in done], BUCKETS[-1])
+    temperature_b = jnp.asarray([c.row.temperature for c in done])
+    logp_bt, best_bt = map(np.asarray, full_pass(params, tokens_bt, temperature_b))
+    for completion, length, logp_t, best_t in zip(done, length_b, logp_bt, best_bt, strict=True):
+        own = slice(len(completion.row.prompt) - 1, int(length) - 1)
+        np.testing.assert_allclose(completion.logps, logp_t[own], atol=1e-5)
+        if completion.row.temperature == 0:
+            np.testing.assert_array_equal(completion.tokens, best_t[own])
+
+
 def test_sampler_log_probs_are_those_of_a_full_forward_pass(params):
-    done = engine(params).generate(rows(8))
-    for completion in done.values():
-        row, tokens = completion.row, completion.tokens
-        full = jnp.asarray([*row.prompt, *tokens])[None]
-        logits = qwen.head_logits(params, CFG, qwen.forward(params, CFG, full))[0]
-        start = len(row.prompt) - 1
-        want = log_prob(
-            logits[start:-1], jnp.asarray(tokens), jnp.full(len(tokens), row.temperature)
-        )
-        np.testing.assert_allclose(completion.logps, want, atol=1e-5)
-        if row.temperature == 0:
-            np.testing.assert_array_equal(tokens, jnp.argmax(logits[start:-1], -1))
+    assert_log_probs_are_those_of_a_full_pass(params, BUCKETS)
 
 
 def test_top_p_cuts_the_tail_but_not_the_log_prob(params):
