@@ -16,7 +16,7 @@ def get_config():
     c.tasks.math_share = 0.6
     c.valid.path = "asset:tiny/valid.jsonl"
     c.valid.every = 10
-    c.train.steps = 30
+    c.train.steps = 40
     c.checkpoint.every = 10
     c.method.prompts = "short"
     c.method.candidates = 12
@@ -29,7 +29,7 @@ def get_config():
     c.rollout.buckets = (64, 160)
     for role in ("challenger", "planner", "solver", "critic"):
         c.rollout.max_new[role] = 64
-    c.optim.lr = 1e-4
+    c.optim.lr = 3e-4
     c.optim.micro_rows = 32
     c.optim.buckets = (48, 64, 80, 96, 128, 160)
     c.mesh.data = 1
