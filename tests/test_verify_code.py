@@ -231,12 +231,20 @@ def test_limits_name_their_reason(verifier, body, verdict, reason):
 
 
 def test_a_row_may_have_its_own_limits(verifier):
-    slow = "import time\ndef f(n):\n    time.sleep(2.5)\n    return 2 * n\n"
-    assert judge(verifier, slow, "assert f(1) == 2").reason == "wall_limit"
-    assert judge(verifier, slow, "assert f(1) == 2", time_limit=9).correct
+    slow = "import time\ndef f(n):\n    time.sleep(4.2)\n    return 2 * n\n"
     big = "def f(n):\n    return 2 * n * len(bytearray(300 << 20)) // (300 << 20)\n"
-    assert judge(verifier, big, "assert f(1) == 2").correct
-    assert judge(verifier, big, "assert f(1) == 2", memory_mb=128).reason == "raised_MemoryError"
+    rows = {
+        "slow": ({"solution": slow}, "wall_limit"),
+        "slow, more time": ({"solution": slow, "time_limit": 20}, ""),
+        "big": ({"solution": big}, ""),
+        "big, less memory": ({"solution": big, "memory_mb": 256}, "raised_MemoryError"),
+    }
+    jobs = [
+        Job(name, "code", {"tests": "assert f(1) == 2", "entry_point": "f", **row})
+        for name, (row, _) in rows.items()
+    ]
+    verdicts = verifier.run(jobs)
+    assert {n: v.reason for n, v in verdicts.items()} == {n: r for n, (_, r) in rows.items()}
 
 
 REACH = """
