@@ -24,16 +24,16 @@ def get_config():
     c.checkpoint.every = 0
     c.method.candidates = 4
     c.method.attempts = 2
-    c.method.drawn = 2
-    c.method.solutions = 1
+    c.method.drawn = 4
+    c.method.solutions = 2
     c.rollout.slots = 8
     c.rollout.prefill_rows = 1
-    c.rollout.buckets = (128, 192, 256, 320, 384, 576)
+    c.rollout.buckets = (128, 160, 192, 224, 256, 320, 384, 576)
     for role in ("challenger", "planner", "solver", "critic"):
-        c.rollout.max_new[role] = 128
-    c.rollout.max_new.challenger = 192
+        c.rollout.max_new[role] = 112
+    c.rollout.max_new.challenger = 160
     c.optim.lr = 1e-6
-    c.optim.micro_rows = 2
-    c.optim.buckets = (192, 256, 320, 384, 576)
+    c.optim.micro_rows = 1
+    c.optim.buckets = (160, 192, 224, 256, 288, 320, 384, 576)
     c.mesh.data = 1
     return c
