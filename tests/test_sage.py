@@ -343,3 +343,24 @@ def test_an_over_long_prompt_is_skipped_or_stops_the_run_by_name():
     figures = rollout_figures(episodes, c.method)
     assert figures["solve_rate"] is None and figures["tokens/generated"] == 0
     assert training_batches([], c) == []
+
+
+def test_the_update_sees_the_sampled_ids_never_a_second_encoding():
+    class Lossy(scripted.Bytes):
+        def decode(self, ids):
+            return super().decode(ids).upper()
+
+    sage, pool, _, _ = play_step()
+    engine, verifier = scripted.ScriptedEngine(good_answer), scripted.ScriptedVerifier(all_correct)
+    episodes = sage.episodes(pool, 5)
+    play(engine, verifier, episodes, Player(sage.config, Lossy(), 5, 1.0))
+    samples = {s.id: s for s in all_samples(episodes)}
+    (batch,) = training_batches(list(samples.values()), sage.config)
+    checked = 0
+    for micro, ids in zip(batch.micros, batch.ids, strict=True):
+        for tokens_t, length, name in zip(micro.tokens_bt, micro.length_b, ids, strict=False):
+            sample = samples[name]
+            assert tokens_t[:length].tolist() == [*sample.prompt, *sample.completion.tokens]
+            assert tokens_t[length - 1] == scripted.STOP
+            checked += 1
+    assert checked == len(samples) > 10
