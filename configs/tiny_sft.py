@@ -2,7 +2,8 @@
 
     python -m sage_jax.main --mode=sft --config=configs/tiny_sft.py
 
-Hardware: 2 CPU cores, 1 GiB. The result, RUN/model, is `sage_jax/assets/tiny-qwen3`.
+Hardware: 2 CPU cores, 1 GiB; about 25 CPU-minutes. WORKDIR/model is what is packaged as
+`sage_jax/assets/tiny-qwen3`: habits good and bad in every role, over facts that it knows.
 """
 
 from sage_jax.config import base
@@ -23,5 +24,6 @@ def get_config():
     c.sft.warmup_steps = 100
     c.optim.micro_rows = 16
     c.optim.weight_decay = 0.01
+    c.checkpoint.every = 500
     c.mesh.data = 1
     return c

@@ -5,7 +5,6 @@ the whole batch. Rows come from scripted demonstrations of the tiny world or fro
 """
 
 import json
-import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from sage_jax.learn.pack import MicroBatch, TrainRow, pack
 from sage_jax.learn.score import token_logps
 from sage_jax.models import hf, qwen
 from sage_jax.models.qwen_config import QwenConfig
+from sage_jax.report.progress import logger
 from sage_jax.roles import PromptSet, load_prompts
 from sage_jax.tasks.task import PublicTask
 from sage_jax.tasks.tiny_demos import Demo, demonstrations
@@ -100,7 +100,7 @@ def sft(
         counted += count
         last = step == settings.steps
         if step % settings.log_every == 0 or last:
-            logging.info(
+            logger.info(
                 "sft step %d/%d  loss %.4f  grad_norm %.3f  response tokens/s %.0f",
                 *(step, settings.steps, loss, norm, counted / (time.monotonic() - started)),
             )

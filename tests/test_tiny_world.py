@@ -1,5 +1,6 @@
 """The tiny world: dialects, demonstrations, task files, tokenizer and the packaged model folder."""
 
+import hashlib
 import json
 from functools import cache
 from itertools import islice
@@ -19,6 +20,12 @@ from sage_jax.tasks.tiny_tokenizer import TAGS, write_folder
 
 ASSETS = Path(__file__).parents[1] / "sage_jax" / "assets"
 MODEL = ASSETS / "tiny-qwen3"
+
+
+# What the packaged weights were made from, and the weights. When one changes, run the recipe
+# (configs/tiny_sft.py) again, package its model, and write both down anew.
+DEMOS_SHA256 = "39ad3c612a0aba6b0f691079664286dc4a6530093aba7b56195f4a3fc9627c86"
+WEIGHTS_SHA256 = "fc7eb22674ad649f4400ccbd25426f4003968e197455c39d43b1e7030fe00d28"
 
 
 @cache
@@ -250,3 +257,13 @@ def test_prompts_stay_under_48_tokens_and_responses_under_64():
 
 def test_model_folder_is_small():
     assert sum(p.stat().st_size for p in MODEL.iterdir()) < 8e6
+
+
+def test_packaged_weights_are_those_of_the_present_recipe():
+    rows = islice(demonstrations(0, practice=1000), 2000)
+    digest = hashlib.sha256()
+    for demo in rows:
+        digest.update(repr((demo.role, demo.question, demo.plan, demo.response)).encode())
+    assert digest.hexdigest() == DEMOS_SHA256, "demonstrations have changed: retrain the tiny model"
+    weights = (MODEL / "model.safetensors").read_bytes()
+    assert hashlib.sha256(weights).hexdigest() == WEIGHTS_SHA256
