@@ -1,5 +1,7 @@
 """Settings that several config files share."""
 
+from typing import Any
+
 import ml_collections
 
 from sage_jax.config import base
@@ -8,7 +10,7 @@ from sage_jax.config import base
 def paper(model_path: str) -> ml_collections.ConfigDict:
     """SAGE as published (arXiv 2603.15255): lr 3e-6, 200 steps; rows, lengths and K follow the
     systems it builds on where the paper is silent. All devices share the parameters."""
-    c = base()
+    c: Any = base()  # the stubs of ConfigDict give a field the types of all fields
     c.model.path = model_path
     c.model.dtype = "bfloat16"
     c.model.remat = "full"
