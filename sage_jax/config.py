@@ -18,6 +18,7 @@ from ml_collections import config_flags
 
 ROLES = ("challenger", "planner", "solver", "critic")
 INF = float("inf")
+LARGEST = {int: 2**31 - 1, float: 3e38}  # what arrays of 32 bits hold: no infinity
 
 
 class ConfigError(ValueError):
@@ -26,7 +27,9 @@ class ConfigError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A field's default, its unit, its meaning and its legal values (a closed range or choices)."""
+    """A field's default, its unit, its meaning and its legal values (a closed range or choices).
+
+    `item`: type of the members of a list."""
 
     default: Any
     unit: str
@@ -34,6 +37,7 @@ class Field:
     low: float = -INF
     high: float = INF
     choices: tuple = ()
+    item: type = object
 
 
 SCHEMA: dict[str, Field] = {
@@ -50,15 +54,15 @@ SCHEMA: dict[str, Field] = {
         "shorten", "policy", "what a longer prompt does", choices=("error", "shorten", "skip")
     ),
     "tokens.enable_thinking": Field(False, "flag", "thinking mode of the chat template"),
-    "tokens.stop_ids": Field((), "token ids", "joined to the model's own stop set"),
-    "tasks.seeds": Field(("asset:seeds/train.jsonl",), "paths", "seed problems"),
+    "tokens.stop_ids": Field((), "token ids", "joined to the model's own stop set", item=int),
+    "tasks.seeds": Field(("asset:seeds/train.jsonl",), "paths", "seed problems", item=str),
     "tasks.math_share": Field(0.5, "share", "maths among the tasks of a step", 0, 1),
     "pool.capacity": Field(20000, "tasks", "most admitted tasks kept; seeds come on top", 0),
     "pool.half_life": Field(
         50.0, "steps", "age at which an admitted task is drawn half as often", 0.1
     ),
     "pool.seed_share": Field(0.5, "share", "least share of seeds in a draw", 0, 1),
-    "pool.dedup": Field(0.8, "Jaccard", "word 3-gram overlap that makes a duplicate", 0, 1),
+    "pool.dedup": Field(0.8, "Jaccard", "word 3-gram overlap that makes a duplicate", 0.01, 1),
     "valid.path": Field("asset:seeds/valid.jsonl", "path", "held-out problems"),
     "valid.every": Field(10, "steps", "validation interval; 0: first and last step only", 0),
     "valid.limit": Field(0, "tasks", "validate on the first n of each domain; 0: all", 0),
@@ -72,7 +76,7 @@ SCHEMA: dict[str, Field] = {
     "method.advantage": Field(
         "role_token", "name", "normalisation", choices=("role_token", "role_sequence", "grouped")
     ),
-    "method.train_roles": Field(ROLES, "roles", "roles whose rows are trained on"),
+    "method.train_roles": Field(ROLES, "roles", "roles whose rows are trained on", item=str),
     "method.prompts": Field("v1", "name or folder", "prompt set"),
     "method.candidates": Field(64, "rows", "Challenger proposals a step", 0),
     "method.attempts": Field(5, "rows", "Solver attempts on each valid proposal", 1),
@@ -104,8 +108,8 @@ SCHEMA: dict[str, Field] = {
     "optim.eps": Field(1e-8, "number", "Adam epsilon", 1e-16, 1e-2),
     "optim.weight_decay": Field(0.0, "rate", "decoupled weight decay", 0, 1),
     "optim.clip_norm": Field(1.0, "norm", "global gradient norm limit", 1e-6),
-    "optim.clip_low": Field(0.2, "ratio", "lower policy clip", 0, 1),
-    "optim.clip_high": Field(0.28, "ratio", "upper policy clip", 0),
+    "optim.clip_low": Field(0.2, "ratio", "lower policy clip", 1e-6, 0.9999),
+    "optim.clip_high": Field(0.28, "ratio", "upper policy clip", 1e-6),
     "optim.dual_clip": Field(3.0, "ratio", "loss bound for negative advantages", 1.0001),
     "optim.entropy_coef": Field(0.0, "weight", "entropy bonus; 0: off", 0),
     "optim.kl_coef": Field(
@@ -136,7 +140,9 @@ SCHEMA: dict[str, Field] = {
     "sandbox.max_error_share": Field(
         0.2, "share", "verdicts lost to the machinery before the run stops", 0, 1
     ),
-    "eval.benchmarks": Field((), "paths", "problem files for --mode=eval; empty: valid.path"),
+    "eval.benchmarks": Field(
+        (), "paths", "problem files for --mode=eval; empty: valid.path", item=str
+    ),
     "sft.data": Field(
         "tiny_world", "name or path", "JSONL of messages and response, or tiny_world"
     ),
@@ -200,19 +206,21 @@ def nearest(name: str) -> str:
 def _field_problems(name: str, value: Any) -> list[str]:
     field = SCHEMA[name]
     kind = type(field.default)
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not kind:
+    if type(value) is not kind and not (kind is float and type(value) is int):
         return [f"{name}={value!r}: expected {kind.__name__} ({field.unit}: {field.help})"]
     if field.choices and value not in field.choices:
         return [f"{name}={value!r}: choose one of {', '.join(map(str, field.choices))}"]
-    if kind in (int, float) and not field.low <= value <= field.high:
-        return [f"{name}={value!r} {field.unit}: must lie in [{field.low:g}, {field.high:g}]"]
+    if kind is tuple and any(not isinstance(x, field.item) or type(x) is bool for x in value):
+        return [f"{name}={value!r}: expected {field.item.__name__} members ({field.unit})"]
+    if kind in LARGEST:
+        low, high = max(field.low, -LARGEST[kind]), min(field.high, LARGEST[kind])
+        if not low <= value <= high:
+            return [f"{name}={value!r} {field.unit}: must lie in [{low:g}, {high:g}]"]
     return []
 
 
 def _increasing(name: str, buckets: tuple) -> list[str]:
-    ok = buckets and all(type(b) is int and b > 0 for b in buckets)
+    ok = buckets and all(type(b) is int and 0 < b <= LARGEST[int] for b in buckets)
     if ok and all(a < b for a, b in zip(buckets, buckets[1:], strict=False)):
         return []
     return [f"{name}={buckets!r}: give increasing positive token counts, such as 256,512,1024"]
@@ -233,6 +241,8 @@ def _cross_problems(c: Any) -> list[str]:
                 f"{name}={buckets!r}: the last must hold tokens.max_prompt + the largest "
                 f"rollout.max_new = {longest} tokens; raise it or lower those"
             )
+    if bad := [i for i in c.tokens.stop_ids if not 0 <= i <= LARGEST[int]]:
+        problems.append(f"tokens.stop_ids={bad!r}: give token ids, integers from 0 up")
     if unknown := [r for r in c.method.train_roles if r not in ROLES]:
         problems.append(f"method.train_roles={unknown!r}: choose among {', '.join(ROLES)}")
     if not c.method.train_roles:
@@ -244,7 +254,7 @@ def _cross_problems(c: Any) -> list[str]:
     for name, size in (("planner_weights", 2), ("solver_weights", 3)):
         weights = c.method[name]
         if len(weights) != size or not all(
-            isinstance(w, (int, float)) and not isinstance(w, bool) and w >= 0 for w in weights
+            type(w) in (int, float) and 0 <= w <= LARGEST[float] for w in weights
         ):
             problems.append(f"method.{name}={weights!r}: give {size} numbers >= 0")
     if c.optim.warmup_steps > c.train.steps > 0:

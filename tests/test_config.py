@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sage_jax import config as schema
+from sage_jax.run import update_settings
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
 
@@ -81,10 +82,42 @@ def test_all_problems_are_reported_at_once():
         ({"tasks__seeds": ()}, "tasks.seeds"),
         ({"seed": True}, "expected int"),
         ({"seed": None}, "expected int"),
+        ({"tokens__stop_ids": ("7",)}, "expected int members"),
+        ({"tokens__stop_ids": (True,)}, "expected int members"),
+        ({"tokens__stop_ids": (-1,)}, "integers from 0 up"),
+        ({"tasks__seeds": (None,)}, "expected str members"),
+        ({"eval__benchmarks": (["a"],)}, "expected str members"),
+        ({"method__train_roles": (["solver"],)}, "expected str members"),
     ],
 )
 def test_fields_that_do_not_fit_together_name_a_remedy(fields, part):
     assert part in problems(**fields)
+
+
+HOSTILE = [
+    None, "x", -1, 0, 1, 1.5, float("nan"), float("inf"), -float("inf"), True, (), ("a",), (None,),
+    ([1],), (float("inf"),) * 3, (float("nan"),) * 2, [], {}, {"a": 1}, 10**400, -(10**400), b"x",
+]  # fmt: skip
+
+
+def numbers(value):
+    members = value if isinstance(value, tuple) else (value,)
+    return [x for x in members if type(x) in (int, float)]
+
+
+@pytest.mark.parametrize("name", schema.SCHEMA)
+def test_what_passes_for_a_field_is_finite_and_fits_its_arrays(name):
+    """Any other value is a ConfigError: neither a crash nor a run that turns to NaN."""
+    for value in HOSTILE:
+        try:
+            config = schema.validate(changed(**{name.replace(".", "__"): value}))
+        except schema.ConfigError as error:
+            assert name.partition(".")[0] in str(error), value
+            continue
+        settings = update_settings(config)
+        assert settings.lr >= 0  # its own checks agree with the ranges here
+        assert all(abs(x) <= 3e38 for x in numbers(value)), (name, value)
+        assert all(abs(x) < 2**31 for x in numbers(value) if type(x) is int), (name, value)
 
 
 def test_whole_numbers_serve_as_floats_but_not_the_reverse():

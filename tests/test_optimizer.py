@@ -32,5 +32,5 @@ def test_gradients_are_clipped_by_their_global_norm_before_adam_sees_them():
 
 
 def test_all_bad_settings_are_reported_at_once():
-    with pytest.raises(ValueError, match=r"optim.lr=0.*optim.schedule='step'.*optim.dual_clip=1"):
-        UpdateSettings(lr=0, schedule="step", dual_clip=1.0)
+    with pytest.raises(ValueError, match=r"optim.lr=-1.*optim.schedule='step'.*optim.dual_clip=1"):
+        UpdateSettings(lr=-1, schedule="step", dual_clip=1.0)

@@ -19,10 +19,11 @@ _DECAY: dict[str, Callable[[Any], Any]] = {
 class UpdateSettings:
     """Everything about an update but its data; defaults follow the paper (arXiv 2603.15255).
 
-    lr is the peak rate. clip_norm 0 switches gradient clipping off, importance_cap 0 the
-    importance weights, entropy_coef and kl_coef 0 their terms (then not computed). role_weights
-    gives each role's share of the loss, 1 where absent. chunk is in positions, see `token_logps`.
-    dtype is that of the matrix products; master params and gradients are float32.
+    lr is the peak rate; 0 freezes the weights. clip_norm 0 switches gradient clipping off,
+    importance_cap 0 the importance weights, entropy_coef and kl_coef 0 their terms (then not
+    computed). role_weights gives each role's share of the loss, 1 where absent. chunk is in
+    positions, see `token_logps`. dtype is that of the matrix products; master params and gradients
+    are float32.
     """
 
     lr: float = 3e-6
@@ -46,7 +47,7 @@ class UpdateSettings:
 
     def __post_init__(self) -> None:
         bounds = {
-            "lr": self.lr > 0,
+            "lr": self.lr >= 0,
             "warmup_steps": self.warmup_steps >= 0,
             "schedule": self.schedule in _DECAY,
             "b1": 0 <= self.b1 < 1,
