@@ -5,7 +5,7 @@
         --config.tasks.seeds=gsm8k_train.jsonl,mbpp.jsonl#train --config.valid.path=valid.jsonl
 
 Without --config.tasks.seeds it uses the packaged seed problems.
-Hardware: 2 CPU cores, 24 GiB. Time: see README, "Real weights".
+Hardware: 2 CPU cores, 20 GiB (15.3 GiB at the peak). Time: see README, "Real weights".
 Three updates show that every part works, not that the model gets better.
 """
 

@@ -210,7 +210,9 @@ def _field_problems(name: str, value: Any) -> list[str]:
         return [f"{name}={value!r}: expected {kind.__name__} ({field.unit}: {field.help})"]
     if field.choices and value not in field.choices:
         return [f"{name}={value!r}: choose one of {', '.join(map(str, field.choices))}"]
-    if kind is tuple and any(not isinstance(x, field.item) or type(x) is bool for x in value):
+    if isinstance(value, tuple) and any(
+        not isinstance(x, field.item) or type(x) is bool for x in value
+    ):
         return [f"{name}={value!r}: expected {field.item.__name__} members ({field.unit})"]
     if kind in LARGEST:
         low, high = max(field.low, -LARGEST[kind]), min(field.high, LARGEST[kind])
