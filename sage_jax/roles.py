@@ -31,7 +31,7 @@ _TAG = re.compile(r"<(/?)(question|answer|solution|inputs|plan|score)>")
 _SCORE = re.compile(r"10|[1-9]")
 _DEF = re.compile(r"^(?:async[ \t]+)?def[ \t]+([^\W\d]\w*)[ \t]*\(", re.MULTILINE)
 _PLACEHOLDER = re.compile(r"\{\{|\}\}|\{([A-Za-z_]\w*)\}")
-_BLANK = " \t\r\n\f\v.…"  # an echoed "..." is no content
+_BLANK = re.compile(r"[\s.…]*")  # an echoed "..." is no content
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def parse(role: str, domain: str, text: str) -> Parsed:
     contents = _last_group(wanted, text)
     if contents is None:
         return Parsed(False, reason="no <" + ">, <".join(wanted) + ">")
-    blank = [tag for tag in wanted if not contents[tag].strip(_BLANK)]
+    blank = [tag for tag in wanted if _is_blank(contents[tag])]
     if blank:
         return Parsed(False, reason=f"<{blank[0]}> is empty")
     fields: dict[str, Any] = {tag: content.strip() for tag, content in contents.items()}
@@ -86,7 +86,7 @@ def format_reward(role: str, domain: str, text: str) -> float:
     filled = {
         opening[2]
         for opening, closing in zip(tags, tags[1:], strict=False)
-        if _is_pair(opening, closing) and text[opening.end() : closing.start()].strip(_BLANK)
+        if _is_pair(opening, closing) and not _is_blank(text[opening.end() : closing.start()])
     }
     if not filled:
         return 0.0
@@ -104,6 +104,10 @@ def critic_score(text: str) -> float | None:
 
 def _pair(name: str) -> tuple[str, str]:
     return f"<{name}>", f"</{name}>"
+
+
+def _is_blank(text: str) -> bool:
+    return _BLANK.fullmatch(text) is not None
 
 
 def _is_pair(opening: re.Match[str], closing: re.Match[str]) -> bool:

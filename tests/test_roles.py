@@ -62,6 +62,8 @@ def test_well_formed_responses_parse(role, domain, text, fields):
         (CHALLENGER, "math", f"<question>q{A}</question>", "no <question>, <answer>"),
         (CHALLENGER, "math", f"<question>..</question>{A}", "<question> is empty"),
         (CHALLENGER, "math", f"{Q}<answer> … </answer>", "<answer> is empty"),
+        (CHALLENGER, "math", f"<question>\xa0\u3000</question>{A}", "<question> is empty"),
+        (PLANNER, "math", "<plan>\u2003 ...\x1c</plan>", "<plan> is empty"),
         (CHALLENGER, "code", CODE.replace("def", "let"), "<solution> defines no function"),
         (CHALLENGER, "code", CODE.replace("1\n2", "```\n\n```"), "<inputs> is empty"),
         (PLANNER, "math", "<plan>1. add", "no <plan>"),

@@ -1,6 +1,7 @@
 """SAGE on scripts: the row graph, its failure rules, rewards, gates, admission and figures."""
 
 import math
+import re
 
 import pytest
 import scripted
@@ -12,6 +13,7 @@ from sage_jax.methods.credit import assign_advantages, training_batches
 from sage_jax.methods.graph import Cancelled, Player, play
 from sage_jax.methods.measure import all_samples, episode_row, error_share, rollout_figures
 from sage_jax.report.metrics import METRICS, check
+from sage_jax.tasks.pool import Pool
 
 
 def kinds(episodes):
@@ -154,6 +156,25 @@ def test_proposals_enter_the_pool_only_through_the_question_gate():
     low = lambda row_id: good_answer(row_id, score="7")  # noqa: E731  (7-1)/9 = 0.667 < alpha
     sage, pool, episodes, _ = play_step(low)
     assert sage.admit(pool, episodes) == {"gated_out": 4}
+
+
+def test_names_of_tasks_do_not_grow_with_their_generation():
+    """A proposal named after its reference would carry the names of all its ancestors."""
+    sage, pool, episodes, _ = play_step(step=7)
+    sage.admit(pool, episodes)
+    assert set(pool.admitted) == {f"7/new/{i}" for i in range(4)}
+    assert all(task.provenance["parent"] in pool.seeds for task in pool.admitted.values())
+
+
+@pytest.mark.parametrize("blank", ["\xa0", "\u3000", "\x1c"])
+def test_a_blank_proposal_neither_ends_the_run_nor_spoils_the_pool(blank):
+    def answer(row_id):
+        text = good_answer(row_id)
+        return re.sub("<question>.*</question>", f"<question>{blank}</question>", text)
+
+    sage, pool, episodes, _ = play_step(answer)
+    assert sage.admit(pool, episodes) == {"invalid": 4}
+    assert Pool.from_json(pool.to_json()).to_json() == pool.to_json()
 
 
 def test_an_admitted_code_task_is_judged_by_values_from_the_sandbox():

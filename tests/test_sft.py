@@ -86,10 +86,14 @@ def test_micro_batches_and_padding_change_nothing(gradients):
 
 
 def test_a_stopped_run_continues_to_the_same_weights(base, tmp_path):
-    whole = sft(settings(base, steps=6), tmp_path / "whole")
+    rows = [ROW | {"response": f"<answer>{n}</answer>"} for n in range(5)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    same = settings(base, steps=6, data=str(path))
+    whole = sft(same, tmp_path / "whole")
     asked = iter([False, False, True])
-    assert sft(settings(base, steps=6), tmp_path / "parts", lambda: next(asked)) is None
-    resumed = sft(settings(base, steps=6), tmp_path / "parts")
+    assert sft(same, tmp_path / "parts", lambda: next(asked)) is None
+    resumed = sft(same, tmp_path / "parts")
     assert whole is not None and resumed is not None
     first, second = (p / "model.safetensors" for p in (whole, resumed))
     assert first.read_bytes() == second.read_bytes()

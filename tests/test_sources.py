@@ -66,6 +66,12 @@ def test_every_bad_line_of_every_file_is_listed_at_once(tmp_path):
     assert f"field 'id' is 'a', which {one}:1 has" in found[6]
 
 
+@pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
+def test_what_json_does_not_know_is_a_bad_line(tmp_path, name):
+    path = write(tmp_path / "a.jsonl", json.dumps(row("a", level="?")).replace('"?"', name))
+    assert f"{name} is not JSON" in problems(path)[0]
+
+
 def test_long_lists_are_cut_in_print_but_not_in_the_error(tmp_path):
     path = write(tmp_path / "bad.jsonl", *["{"] * 50)
     with pytest.raises(SourceError) as caught:

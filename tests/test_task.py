@@ -168,6 +168,19 @@ def test_a_code_job_carries_the_program_the_tests_and_the_limits():
         (code_row(tests=asserts()), "asserts"),
         (code_row(tests=io(["[1]", "[2]"], ["1"])), "equal length"),
         (code_row(canonical_solution=3), "field 'canonical_solution'"),
+        (math_row(tolerance=10**400), "field 'tolerance'"),
+        (math_row(stats=""), "field 'stats'"),
+        (code_row(tests={"kind": ["io"]}), "field 'tests.kind'"),
+        # What the verifier refuses would otherwise end a run at the first answer to the task.
+        (code_row(entry_point="Solution.solve"), "entry point 'Solution.solve'"),
+        (code_row(time_limit="5"), "field time_limit"),
+        (code_row(time_limit=10**400), "field time_limit"),
+        (code_row(memory_mb=1), "field memory_mb"),
+        (code_row(stdin=["1"]), "field stdin"),
+        (code_row(determinism_probe=1), "field determinism_probe"),
+        (code_row(tests={**asserts("assert f(1)"), "setup": 5}), "field setup"),
+        (code_row(tests={**io(["[1]"], ["1"]), "compare": []}), "field tests.compare"),
+        (code_row(tests={**io(["[1]"], ["1"]), "atol": "x"}), "field atol"),
     ],
 )
 def test_bad_rows_name_field_value_and_remedy(row, said):

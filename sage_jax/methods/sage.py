@@ -80,12 +80,17 @@ class Sage:
         solve = self.solve_graph(c.method.critics, c.method.solutions)
         references = pool.references(step, c.method.candidates, math_share=share, seed=seed)
         drawn = pool.draw(step, c.method.drawn, math_share=share, seed=seed)
-        facts = {"step": step}
+        # A proposal is not named after its reference, or names would grow with every generation.
         return [
-            Episode(f"{step}/new/{i}/{task.id}", task, challenge, facts=dict(facts))
+            Episode(
+                f"{step}/new/{i}/{task.id}",
+                task,
+                challenge,
+                facts={"step": step, "proposal": f"{step}/new/{i}"},
+            )
             for i, task in enumerate(references)
         ] + [
-            Episode(f"{step}/task/{i}/{task.id}", task, solve, facts=dict(facts))
+            Episode(f"{step}/task/{i}/{task.id}", task, solve, facts={"step": step})
             for i, task in enumerate(drawn)
         ]
 
@@ -161,12 +166,12 @@ def _accept(episode: Episode) -> None:
 
 
 def _proposed_task(episode: Episode, sample: Sample) -> Task:
-    fields = sample.parsed.fields
+    fields, name = sample.parsed.fields, episode.facts["proposal"]
     origin = {"step": episode.facts["step"], "parent": episode.task.id}
     if sample.domain == "math":
-        return proposed_math(sample.id, fields["question"], fields["answer"], **origin)
+        return proposed_math(name, fields["question"], fields["answer"], **origin)
     return proposed_code(
-        sample.id,
+        name,
         fields["question"],
         entry_point=fields["entry_point"],
         solution=fields["solution"],

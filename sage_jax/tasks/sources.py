@@ -145,9 +145,13 @@ def _lines(name: str, content: bytes, problems: list[str]) -> _Rows:
         if not line.strip():
             continue
         try:
-            yield f"{name}:{number}", json.loads(line)
+            yield f"{name}:{number}", json.loads(line, parse_constant=_no_constant)
         except (ValueError, RecursionError) as error:
             problems.append(f"{name}:{number}: no JSON ({error}); mend or delete the line")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _read_tfds(spec: _Spec, problems: list[str]) -> _Rows:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from sage_jax.verify.code import extract_code, reference_tests
+from sage_jax.verify.code import Limits, code_job, extract_code, reference_tests
 from sage_jax.verify.verdict import Job
 
 DOMAINS = ("math", "code")
@@ -126,13 +126,20 @@ class Task:
 
 
 def proposed_math(id: str, question: str, answer: str, *, step: int, parent: str) -> Task:
-    """A maths task written by the Challenger; `parent` is the id of its reference task."""
-    return Task(
-        PublicTask(id, "math", question),
-        {"answer": answer},
-        {"source": "challenger", "parent": parent},
-        Stats(born_step=step),
-    )
+    """A maths task written by the Challenger; `parent` is the id of its reference task.
+
+    Raises ValueError for one that could not be read back from a checkpoint.
+    """
+    row = {
+        "id": id,
+        "domain": "math",
+        "question": question,
+        "answer": answer,
+        "source": "challenger",
+        "parent": parent,
+        "stats": {"born_step": step},
+    }
+    return Task.from_json(row)
 
 
 def proposed_code(
@@ -245,7 +252,7 @@ def row_problems(row: Any) -> list[str]:
         problems += _math_problems(row)
     else:
         problems += _code_problems(row)
-    stats = row.get("stats") or {}
+    stats = {} if row.get("stats") is None else row["stats"]
     if not isinstance(stats, dict) or not all(
         name in Stats.__dataclass_fields__ and type(value) is int and value >= 0
         for name, value in stats.items()
@@ -258,15 +265,13 @@ def row_problems(row: Any) -> list[str]:
 def _math_problems(row: Mapping[str, Any]) -> list[str]:
     problems = []
     answer = row.get("answer")
-    if isinstance(answer, bool | str) or not (
-        isinstance(answer, int | float) and math.isfinite(answer)
-    ):
+    if type(answer) is not int and not (type(answer) is float and math.isfinite(answer)):
         problems += _text_problem(row, "answer", "give the reference answer as text or a number")
     tolerance = row.get("tolerance")
     if tolerance is not None:
         try:
             usable = type(tolerance) in (int, float, str) and 0 < float(tolerance) < math.inf
-        except ValueError:
+        except (ValueError, OverflowError):
             usable = False
         if not usable:
             problems.append(
@@ -292,7 +297,19 @@ def _code_problems(row: Mapping[str, Any]) -> list[str]:
     for name in ("canonical_solution", "hint", "hint_assert"):
         if row.get(name) is not None and not isinstance(row[name], str):
             problems.append(f"field '{name}' is {_show(row[name])}: use text or leave it out")
-    return problems
+    return problems or _verifier_problems(row, names)
+
+
+def _verifier_problems(row: Mapping[str, Any], names: list[str]) -> list[str]:
+    """What the verifier would say of the row in the middle of a run."""
+    payload = {name: row[name] for name in SANDBOX_FIELDS if row.get(name) is not None}
+    try:
+        code_job(
+            {"solution": "", "tests": row["tests"], "entry_points": names, **payload}, Limits()
+        )
+    except ValueError as error:
+        return [f"field {error}"]
+    return []
 
 
 def _tests_problems(tests: Any) -> list[str]:
@@ -308,7 +325,7 @@ def _tests_problems(tests: Any) -> list[str]:
         if all(_texts(asserts) for asserts in lists) and any(lists):
             return []
         return ["field 'tests' has no kind: use lists of assert lines under public and hidden"]
-    if tests["kind"] not in TEST_KINDS:
+    if not isinstance(tests["kind"], str) or tests["kind"] not in TEST_KINDS:
         return [f"field 'tests.kind' is {_show(tests['kind'])}: use {'|'.join(TEST_KINDS)}"]
     wanted = TEST_KINDS[tests["kind"]]
     if tests["kind"] == "check":

@@ -20,6 +20,7 @@ MAX_PROGRAM = 1 << 20
 PYTHON_MARKS = ("python", "py", "python3")
 MAX_INPUTS, MAX_INPUT_TEXT = 64, 4000
 CPU_SLACK = 0.05
+LARGEST = 1e300
 Steps = Generator[Run, dict[str, Any], Verdict]
 SANDBOX_KEYS = ("verdict", "wall_hit", "output_hit", "solution", "judge", "locked")
 
@@ -190,7 +191,7 @@ def _plan(tests: Any, names: list[str]) -> dict[str, Any]:
         lines = [*_texts(tests, "asserts"), *_texts(tests, "challenge", ())]
         if not lines:
             raise ValueError("tests.asserts is empty")
-        chunks = [tests.get("setup") or "", *lines]
+        chunks = [_text(tests, "setup") if tests.get("setup") else "", *lines]
         return {"mode": "asserts", "chunks": chunks, "entry_points": names}
     if kind == "io":
         return _io_plan(tests, names)
@@ -267,8 +268,8 @@ def _texts(
 
 def _number(payload: Mapping[str, Any], name: str, default: float) -> float:
     value = payload.get(name, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{name} must be a number, got {value!r}")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < LARGEST:
+        raise ValueError(f"{name} must be a finite number, got {value!r:.80}")
     return value
 
 

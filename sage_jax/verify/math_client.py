@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import os
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ def check_payload(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
     tolerance = payload.get("tolerance")
     if tolerance is not None:
         good = isinstance(tolerance, int | float) and not isinstance(tolerance, bool)
-        if not good or not math.isfinite(tolerance) or tolerance < 0:
+        if not good or not 0 <= tolerance <= sys.float_info.max:
             raise ValueError(f"tolerance must be a number >= 0, got {tolerance!r}")
         checked["tolerance"] = tolerance
     return checked
