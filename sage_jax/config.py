@@ -210,9 +210,8 @@ def _field_problems(name: str, value: Any) -> list[str]:
         return [f"{name}={value!r}: expected {kind.__name__} ({field.unit}: {field.help})"]
     if field.choices and value not in field.choices:
         return [f"{name}={value!r}: choose one of {', '.join(map(str, field.choices))}"]
-    if isinstance(value, tuple) and any(
-        not isinstance(x, field.item) or type(x) is bool for x in value
-    ):
+    members: Any = value if kind is tuple else ()
+    if any(not isinstance(x, field.item) or type(x) is bool for x in members):
         return [f"{name}={value!r}: expected {field.item.__name__} members ({field.unit})"]
     if kind in LARGEST:
         low, high = max(field.low, -LARGEST[kind]), min(field.high, LARGEST[kind])
