@@ -15,7 +15,8 @@ CODE = PublicTask("c", "code", "Write a doubler.", "double_it", "assert double_i
 
 
 def text(prompts, kind, task, plan=""):
-    (message,) = prompts.messages(kind, task, plan=plan)
+    *system, message = prompts.messages(kind, task, plan=plan)
+    assert all(m["role"] == "system" for m in system)
     assert message["role"] == "user"
     return message["content"]
 
