@@ -46,7 +46,7 @@ class StopRequest:
         if self.signal == signal.SIGINT == number:
             raise KeyboardInterrupt
         self.signal = number
-        print("stopping: the last finished step will be saved", file=sys.stderr)
+        print("stopping: what is finished will be saved", file=sys.stderr)
 
     def __call__(self) -> bool:
         return bool(self.signal)
@@ -73,6 +73,26 @@ def parse(argv: list[str]) -> None:
             raise UsageError(f"--mode={MODE.value} needs --{name}=PATH")
     if INPUT.value and not Path(INPUT.value).is_file():
         raise UsageError(f"--input={INPUT.value}: no such file")
+    for name in ("output",) if MODE.value in NEEDS_FILES else ("workdir",):
+        folder = MODE.value not in ("generate", "score")
+        if FLAGS[name].value and (reason := _unusable(Path(FLAGS[name].value), folder)):
+            raise UsageError(f"--{name}={FLAGS[name].value}: {reason}")
+    if INPUT.value and OUTPUT.value and Path(OUTPUT.value).exists():
+        if Path(OUTPUT.value).samefile(INPUT.value):
+            raise UsageError(f"--output={OUTPUT.value}: is the input; choose another file")
+
+
+def _unusable(path: Path, folder: bool) -> str:
+    """Why no file (or folder) can be made or written there; "" when it can."""
+    try:
+        if path.exists() and path.is_dir() != folder:
+            return "is a file, not a folder" if folder else "is a folder, not a file"
+        there = next(p for p in (path, *path.absolute().parents) if p.exists())
+        if there != path and not there.is_dir():
+            return f"{there} is a file"
+    except OSError as error:
+        return str(error)
+    return "" if os.access(there, os.W_OK) else f"{there} is not writable"
 
 
 def main(argv: list[str]) -> int:

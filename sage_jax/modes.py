@@ -122,14 +122,22 @@ def run_eval(job: Job, stop) -> int:
         print(f"evaluating {origin} (verifier policy {policy})")
         for number, (name, tasks) in enumerate(suites.items()):
             tasks = first_of_each_domain(tasks, config.valid.limit)
-            episodes = evaluator.run(
-                tasks,
-                bare_graph(method, 1),
-                0.0,
-                stage=lambda n, ids: progress.stage(n, lambda: ids),
-                stop=stop,
-            )
+            try:
+                episodes = evaluator.run(
+                    tasks,
+                    bare_graph(method, 1),
+                    0.0,
+                    stage=lambda n, ids: progress.stage(n, lambda: ids),
+                    stop=stop,
+                )
+            except Cancelled:
+                print(f"sage_jax: stopped before the end of {name}", file=sys.stderr)
+                return TERMINATED
             samples = all_samples(episodes)
+            if not samples:
+                raise schema.ConfigError(
+                    f"{name}: no prompt fits tokens.max_prompt={config.tokens.max_prompt}; raise it"
+                )
             results[name] = {
                 "items": len(samples),
                 "accuracy": accuracy(samples),
@@ -150,15 +158,18 @@ def _offline(work: Callable) -> Callable[[Job, Callable], int]:
         place = placement(job.config)
         job.output.parent.mkdir(parents=True, exist_ok=True)
         with Progress(1, quiet=job.config.report.quiet) as progress:
+
+            def stage(name: str, ids: list[str]) -> None:
+                if stop():
+                    raise Cancelled
+                progress.stage(name, lambda: ids)
+
             model = load_model(job.config, place)
-            problems = work(
-                job.config,
-                model,
-                place,
-                job.input,
-                job.output,
-                lambda name, ids: progress.stage(name, lambda: ids),
-            )
+            try:
+                problems = work(job.config, model, place, job.input, job.output, stage)
+            except Cancelled:
+                print(f"sage_jax: stopped before the end of {job.input}", file=sys.stderr)
+                return TERMINATED
         for problem in problems:
             print(f"{job.input}:{problem.line}: {problem.text}", file=sys.stderr)
         return 1 if problems else 0

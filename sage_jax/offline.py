@@ -1,8 +1,8 @@
 """`--mode=generate` and `--mode=score`: JSON lines in, JSON lines out, in input order."""
 
+import codecs
 import dataclasses
 import json
-import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -30,6 +30,8 @@ GENERATE_FIELDS = {
 }
 SCORE_FIELDS = {"id": str, "tokens": list, "temperature": float}
 SMALLEST_BUCKET = 32
+MOST_SAMPLES = 100_000  # of one line: they are planned before the first is drawn
+TEMPERATURES = (1e-6, 1e6)  # beyond them log-probabilities leave fp32
 DEFAULT_NEW = 256  # tokens, fewer where the model has no room for them
 
 
@@ -44,12 +46,14 @@ class Problem:
 def read_lines(path: Path, fields: dict[str, type]) -> tuple[list[tuple[int, dict]], list[Problem]]:
     """Good rows with their line numbers, and the bad ones; blank lines are passed over."""
     rows, problems, seen = [], [], {}
-    for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(content.split(b"\n"), 1):
         if not line.strip():
             continue
         try:
             row = json.loads(line.decode("utf-8"))
-        except ValueError as error:
+            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+        except (ValueError, RecursionError) as error:
             problems.append(Problem(number, f"not a JSON object ({error})"))
             continue
         text = _row_problem(row, fields)
@@ -71,16 +75,21 @@ def _row_problem(row: object, fields: dict[str, type]) -> str:
             return f"unknown field {name!r}; known: {', '.join(fields)}"
         kind = (int, float) if fields[name] is float else fields[name]
         if not isinstance(value, kind) or isinstance(value, bool):
-            return f"{name}={value!r}: expected {fields[name].__name__}"
+            return f"{name}={value!r:.80}: expected {fields[name].__name__}"
     if not row.get("id"):
         return "id is missing or empty"
     return ""
 
 
+def _temperature_problem(value: float) -> str:
+    low, high = TEMPERATURES
+    return "" if low <= value <= high else f"temperature={value!r:.80}: must lie in [{low}, {high}]"
+
+
 def _token_problem(name: str, ids: list, vocab_size: int) -> str:
     for token in ids:
         if type(token) is not int or not 0 <= token < vocab_size:
-            return f"{name} holds {token!r}: ids are integers in [0, {vocab_size})"
+            return f"{name} holds {token!r:.80}: ids are integers in [0, {vocab_size})"
     return ""
 
 
@@ -88,33 +97,41 @@ def _generate_problem(row: dict, vocab_size: int) -> str:
     given = [name for name in ("prompt", "messages", "tokens") if name in row]
     if len(given) != 1:
         return f"give exactly one of prompt, messages, tokens (here: {', '.join(given) or 'none'})"
-    if row.get("n", 1) < 1:
-        return f"n={row['n']}: must be at least 1"
+    if not 1 <= row.get("n", 1) <= MOST_SAMPLES:
+        return f"n={row['n']}: must lie in [1, {MOST_SAMPLES}]"
     if row.get("max_new_tokens", 1) < 1:
         return f"max_new_tokens={row['max_new_tokens']}: must be at least 1"
     temperature, top_p = row.get("temperature", 1.0), row.get("top_p", 1.0)
-    if not 0 <= temperature < math.inf:
-        return f"temperature={temperature}: must be 0 (greedy) or more"
+    if temperature != 0 and (text := _temperature_problem(temperature)):
+        return f"{text}, or be 0 (greedy)"
     if not 0 < top_p <= 1:
         return f"top_p={top_p}: must lie in (0, 1]"
     if len(row.get("stop_ids", ())) > MAX_STOPS:
         return f"stop_ids has {len(row['stop_ids'])} entries; at most {MAX_STOPS}"
+    if row.get("messages") == []:
+        return "messages is empty; give at least one"
     for message in row.get("messages", ()):
         if not isinstance(message, dict) or not all(
             isinstance(message.get(k), str) for k in ("role", "content")
         ):
-            return f"messages holds {message!r}: each needs text under role and content"
+            return f"messages holds {message!r:.80}: each needs text under role and content"
     return _token_problem("tokens", row.get("tokens", []), vocab_size) or _token_problem(
         "stop_ids", row.get("stop_ids", []), vocab_size
     )
 
 
-def _prompt_tokens(row: dict, model: Model) -> list[int]:
+def _prompt_tokens(row: dict, model: Model) -> tuple[list[int], str]:
+    """Prompt ids, and what is wrong with the row that gives none."""
     if "tokens" in row:
-        return row["tokens"]
-    if "prompt" in row:
-        return model.tokens.encode(row["prompt"])
-    return model.tokens.chat(row["messages"])
+        ids = row["tokens"]
+    elif "prompt" in row:
+        ids = model.tokens.encode(row["prompt"])
+    else:
+        try:
+            ids = model.tokens.chat(row["messages"])
+        except ValueError as error:
+            return [], str(error)
+    return ids, "" if ids else "the prompt has no tokens; give at least one"
 
 
 def _buckets(longest: int) -> tuple[int, ...]:
@@ -128,11 +145,9 @@ def _plan_rows(good, model: Model) -> tuple[list[tuple[dict, list[Row]]], list[P
     planned, problems = [], []
     for number, row in good:
         text = _generate_problem(row, model.cfg.vocab_size)
-        prompt = tuple(_prompt_tokens(row, model)) if not text else ()
+        prompt, text = ([], text) if text else _prompt_tokens(row, model)
         room = model.cfg.max_position - len(prompt)
         new = row.get("max_new_tokens", max(1, min(DEFAULT_NEW, room)))
-        if not text and not prompt:
-            text = "the prompt has no tokens; give at least one"
         if not text and new > room:
             text = (
                 f"{len(prompt)} prompt tokens + max_new_tokens={new} exceed the model's "
@@ -147,7 +162,7 @@ def _plan_rows(good, model: Model) -> tuple[list[tuple[dict, list[Row]]], list[P
             rows.append(
                 Row(
                     id=f"{row['id']}\x1f{sample}",
-                    prompt=prompt,
+                    prompt=tuple(prompt),
                     key=(int(key[0]), int(key[1])),
                     max_new=new,
                     stop_ids=tuple(row.get("stop_ids", model.tokens.stop_ids)),
@@ -207,8 +222,8 @@ def generate(
 def _score_problem(row: dict, model: Model) -> str:
     if not row.get("tokens"):
         return "tokens is missing or empty; give at least one id"
-    if not 0 < row.get("temperature", 1.0) < math.inf:
-        return f"temperature={row['temperature']}: must be above 0"
+    if text := _temperature_problem(row.get("temperature", 1.0)):
+        return text
     if len(row["tokens"]) > model.cfg.max_position:
         return (
             f"{len(row['tokens'])} tokens exceed the model's {model.cfg.max_position} positions; "

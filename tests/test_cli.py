@@ -56,6 +56,11 @@ def offline(mode, folder, tmp_path, rows, **fields):
         (("--mode=export",), "--output"),
         (("--config=configs/tiny.py", "--worksdir=x"), "worksdir"),
         (("--config=configs/tiny.py", "extra"), "extra"),
+        (("--config=configs/tiny.py", "--workdir=README.md"), "is a file, not a folder"),
+        (("--config=configs/tiny.py", "--workdir=README.md/run"), "README.md is a file"),
+        (("--config=configs/tiny.py", f"--workdir={'x' * 300}"), "too long"),
+        (("--mode=score", "--input=README.md", "--output=docs"), "is a folder, not a file"),
+        (("--mode=generate", "--input=README.md", "--output=./README.md"), "is the input"),
     ],
 )
 def test_a_bad_command_line_ends_with_2_and_one_clear_line(args, part):
@@ -137,6 +142,14 @@ BAD_GENERATE = [
     ({"id": "j", "messages": [{"role": "user"}]}, "content"),
     ({"id": "k", "prompt": 5}, "prompt=5"),
     ({"id": "good", "prompt": "y"}, "used on line"),
+    ('{"id": "\\ud800", "prompt": "x"}\n', "surrogates"),
+    ('{"id": "l", "prompt": "x\\ud800"}\n', "surrogates"),
+    ("[" * 100_000 + "\n", "recursion"),
+    ({"id": "m", "prompt": "x", "temperature": 10**400}, "temperature=1000"),
+    ({"id": "n", "prompt": "x", "temperature": 1e-30}, "temperature=1e-30"),
+    ({"id": "o", "prompt": "x", "n": 10**9}, "n=1000000000"),
+    ({"id": "p", "messages": []}, "messages is empty"),
+    ({"id": "q", "prompt": ["x"] * 1000}, "expected str"),
     ("[1, 2]\n", "not a JSON object"),
 ]
 
@@ -160,6 +173,31 @@ def test_bad_lines_are_named_and_the_rest_is_done(tiny_folder, tmp_path, capsys)
     assert code == 1 and [r["id"] for r in out] == ["c"]
     err = capsys.readouterr().err
     assert all(f"in.jsonl:{n}: " in err for n in (1, 2, 4))
+
+
+def test_a_byte_order_mark_and_carriage_returns_do_no_harm(tiny_folder, tmp_path):
+    line = '{"id": "a", "prompt": "ana has 7", "max_new_tokens": 3}'
+    want = offline("generate", tiny_folder, tmp_path, [line + "\n"])
+    assert want[0] == 0
+    assert offline("generate", tiny_folder, tmp_path, [f"\ufeff{line}\r\n\r\n"]) == want
+
+
+def test_top_p_near_zero_takes_the_best_token(tiny_folder, tmp_path):
+    row = {"prompt": "ana has 7", "max_new_tokens": 6}
+    greedy = [{**row, "id": "a", "temperature": 0}]
+    rows = [{**row, "id": f"p{p}", "top_p": p} for p in (1e-300, 1e-50, 1e-9)]
+    _, (best, *others) = offline("generate", tiny_folder, tmp_path, greedy + rows)
+    assert [o["tokens"] for o in others] == [best["tokens"]] * 3
+
+
+@pytest.mark.parametrize("mode", ["generate", "score"])
+def test_a_stop_request_ends_the_file_modes_too(tiny_folder, tmp_path, mode):
+    c = base()
+    c.model.path, c.mesh.data, c.report.quiet = str(tiny_folder), 1, True
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"id": "a", "tokens": [5, 6]}\n')
+    job = modes.Job(validate(c), {}, tmp_path, source, tmp_path / "out.jsonl")
+    assert modes.MODES[mode](job, lambda: True) == modes.TERMINATED
 
 
 def test_an_empty_input_gives_an_empty_output(tiny_folder, tmp_path):

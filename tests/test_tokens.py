@@ -220,3 +220,10 @@ def test_code_in_a_folder_is_never_run(folder):
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     tokens = Tokens.load(folder)
     assert tokens.encode("a") == [64]
+
+
+def test_messages_that_the_template_refuses_are_a_clear_error(tmp_path):
+    template = "{{ raise_exception('roles must alternate') }}"
+    tokens = Tokens.load(make_folder(tmp_path, template=template))
+    with pytest.raises(ValueError, match="template refuses.*roles must alternate"):
+        tokens.chat([{"role": "user", "content": "a"}])

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from sage_jax.verify import Job, Verdict, Verifier, math_client
+from sage_jax.verify.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 GOOD = {"solution": "def f(n):\n    return n + 1\n", "tests": "assert f(1) == 2",
@@ -285,3 +286,15 @@ def test_command_line_usage_errors_exit_2(tmp_path):
     assert done.returncode == 2
     done, _ = command(tmp_path, "math", [], "--workers", "0")
     assert done.returncode == 2 and "--workers" in done.stderr
+
+
+def test_an_output_that_is_the_input_is_refused_and_the_rows_survive(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('\ufeff{"id": 1, "gold": "2", "prediction": "<answer>2</answer>"}\r\n')
+    before = path.read_bytes()
+    arguments = ["--input", str(path), "--output", f"{tmp_path}/./rows.jsonl"]
+    with pytest.raises(SystemExit) as end:
+        main(["math", *arguments])
+    assert end.value.code == 2 and path.read_bytes() == before
+    assert main(["math", *arguments[:3], str(tmp_path / "out")]) == 0  # the mark does no harm
+    assert '"correct"' in (tmp_path / "out").read_text()

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 from huggingface_hub import snapshot_download
+from jinja2 import TemplateError
 from transformers import AutoTokenizer
 
 Message = Mapping[str, str]
@@ -122,7 +123,8 @@ class Tokens:
 
         Without a template of its own a tokenizer gets ChatML if it knows `<|im_start|>` and
         `<|im_end|>`, else lines `role: content` and the cue `assistant:`. The text of special
-        tokens is taken out of the contents, so that no message can forge a turn.
+        tokens is taken out of the contents, so that no message can forge a turn. ValueError for
+        messages that the template refuses.
         """
         cleaned = [{**m, "content": self._without_special(m["content"])} for m in messages]
         return self._render(cleaned)
@@ -165,13 +167,16 @@ class Tokens:
         path.write_text(json.dumps({**known, **ids}, indent=2) + "\n")
 
     def _render(self, messages: Sequence[Message]) -> list[int]:
-        text = self._tokenizer.apply_chat_template(
-            list(messages),
-            chat_template=self._template,
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=self._enable_thinking,
-        )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self._template,
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=self._enable_thinking,
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
         return self.encode(text)
 
     def _without_special(self, text: str) -> str:

@@ -11,7 +11,8 @@ def _keep_top_p(logits_sv: jax.Array, top_p_s: jax.Array) -> jax.Array:
     order_sv = jnp.argsort(-logits_sv, axis=-1)
     probs_sv = jax.nn.softmax(jnp.take_along_axis(logits_sv, order_sv, axis=-1), axis=-1)
     before_sv = jnp.cumsum(probs_sv, axis=-1) - probs_sv
-    kept_sv = before_sv < top_p_s[:, None]
+    # fp32 may round top_p to 0.
+    kept_sv = (before_sv < top_p_s[:, None]).at[:, 0].set(True)
     rows_s1 = jnp.arange(logits_sv.shape[0])[:, None]
     kept_sv = jnp.zeros_like(kept_sv).at[rows_s1, order_sv].set(kept_sv)
     return jnp.where(kept_sv, logits_sv, -jnp.inf)

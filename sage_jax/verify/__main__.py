@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from typing import Any, TextIO
 
@@ -28,9 +29,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.workers < 1:
         parser.error(f"--workers must be at least 1, got {options.workers}")
     try:
-        source = open(options.input, encoding="utf-8", errors="surrogateescape")
+        source = open(options.input, encoding="utf-8-sig", errors="surrogateescape")
     except OSError as error:
         parser.error(f"--input: {error}")
+    if os.path.exists(options.output) and os.path.samefile(options.input, options.output):
+        parser.error(f"--output: {options.output} is the input; choose another file")
     try:
         target = open(options.output, "w", encoding="utf-8")
     except OSError as error:
