@@ -73,10 +73,10 @@ def parse(argv: list[str]) -> None:
             raise UsageError(f"--mode={MODE.value} needs --{name}=PATH")
     if INPUT.value and not Path(INPUT.value).is_file():
         raise UsageError(f"--input={INPUT.value}: no such file")
-    for name in ("output",) if MODE.value in NEEDS_FILES else ("workdir",):
-        folder = MODE.value not in ("generate", "score")
-        if FLAGS[name].value and (reason := _unusable(Path(FLAGS[name].value), folder)):
-            raise UsageError(f"--{name}={FLAGS[name].value}: {reason}")
+    name, target = ("output", OUTPUT) if MODE.value in NEEDS_FILES else ("workdir", WORKDIR)
+    folder = MODE.value not in ("generate", "score")
+    if target.value and (reason := _unusable(Path(target.value), folder)):
+        raise UsageError(f"--{name}={target.value}: {reason}")
     if INPUT.value and OUTPUT.value and Path(OUTPUT.value).exists():
         if Path(OUTPUT.value).samefile(INPUT.value):
             raise UsageError(f"--output={OUTPUT.value}: is the input; choose another file")
