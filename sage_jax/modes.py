@@ -1,22 +1,23 @@
 """What each --mode does, from a validated config to an exit code."""
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sage_jax import config as schema
 from sage_jax import offline
-from sage_jax.core.checkpoint import Checkpoints
+from sage_jax.core.checkpoint import CheckpointError, Checkpoints
 from sage_jax.evaluate import Evaluator, bare_graph, first_of_each_domain, write_answers
 from sage_jax.methods.graph import Cancelled
 from sage_jax.methods.measure import accuracy, all_samples
 from sage_jax.methods.sage import Sage
 from sage_jax.models import hf
 from sage_jax.report.progress import Progress, setup_logging
-from sage_jax.roles import load_prompts
 from sage_jax.run import start
 from sage_jax.runtime import (
     Model,
@@ -25,6 +26,7 @@ from sage_jax.runtime import (
     enable_compilation_cache,
     load_model,
     make_engine,
+    make_prompts,
     make_verifier,
     model_path,
     placement,
@@ -47,6 +49,20 @@ class Job:
     output: Path
 
 
+@contextlib.contextmanager
+def sole_use(workdir: Path) -> Iterator[None]:
+    """Make the folder and keep other runs out of it. ConfigError while one is in there."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    with (workdir / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise schema.ConfigError(
+                f"{workdir} is in use by another run; let it end, or choose another --workdir"
+            ) from error
+        yield
+
+
 def run_train(job: Job, stop) -> int:
     """Train, or continue, in the work directory."""
     config = job.config
@@ -58,10 +74,9 @@ def run_train(job: Job, stop) -> int:
             "raise train.steps to go on, or choose another --workdir"
         )
         return 0
-    job.workdir.mkdir(parents=True, exist_ok=True)
-    schema.dump(config, job.overrides, job.workdir / "config.json")
     log = setup_logging(quiet=config.report.quiet)
-    with start(config, job.workdir, stop) as run:
+    with sole_use(job.workdir), start(config, job.workdir, stop) as run:
+        schema.dump(config, job.overrides, job.workdir / "config.json")
         log.info(table(run, job.workdir))
         try:
             train(run)
@@ -94,7 +109,10 @@ def trained_model(job: Job, place: Placement) -> tuple[Model, str]:
     if step is None:
         return model, job.config.model.path
     checkpoints = Checkpoints(folder, keep=1 << 30)
-    arrays, _ = checkpoints.restore(step, {"params": model.params})
+    try:
+        arrays, _ = checkpoints.restore(step, {"params": model.params})
+    except CheckpointError as error:
+        raise schema.ConfigError(str(error)) from error
     checkpoints.close()
     model.params = arrays["params"]
     return model, f"{job.workdir} at step {step}"
@@ -109,7 +127,7 @@ def run_eval(job: Job, stop) -> int:
     names = list(config.eval.benchmarks) or [config.valid.path]
     policy = "eval" if config.eval.benchmarks else "reward"
     suites = {name: sources.load([name]) for name in names}
-    method = Sage(config, load_prompts(config.method.prompts))
+    method = Sage(config, make_prompts(config))
     results = {}
     with (
         make_verifier(config, policy) as verifier,
@@ -192,8 +210,6 @@ def run_sft(job: Job, stop) -> int:
 
     c = job.config
     setup_logging(quiet=c.report.quiet)
-    job.workdir.mkdir(parents=True, exist_ok=True)
-    schema.dump(c, job.overrides, job.workdir / "config.json")
     settings = SftSettings(
         model_path=model_path(c.model.path),
         **c.sft,
@@ -206,7 +222,9 @@ def run_sft(job: Job, stop) -> int:
         remat=c.model.remat,
         checkpoint_every=c.checkpoint.every or c.sft.steps,
     )
-    folder = sft(settings, job.workdir, stop)
+    with sole_use(job.workdir):
+        schema.dump(c, job.overrides, job.workdir / "config.json")
+        folder = sft(settings, job.workdir, stop)
     if folder is None:
         return TERMINATED
     print(f"wrote {folder}")

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import resource
 import time
 from collections import defaultdict
@@ -11,7 +12,7 @@ from typing import Any
 
 from sage_jax import roles
 from sage_jax.config import ConfigError, flatten
-from sage_jax.core.checkpoint import Checkpoints
+from sage_jax.core.checkpoint import CheckpointError, Checkpoints
 from sage_jax.evaluate import first_of_each_domain
 from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.learn.update import TrainState, Update, init_state
@@ -28,6 +29,7 @@ from sage_jax.runtime import (
     decode_weights,
     load_model,
     make_engine,
+    make_prompts,
     make_verifier,
     placement,
 )
@@ -102,29 +104,37 @@ def load_tasks(config) -> tuple[list[Task], list[Task]]:
     """Seeds and validation tasks. ConfigError when a step asks for more than there is."""
     seeds = sources.load(config.tasks.seeds)
     valid = sources.load([config.valid.path])
-    present = {domain: sum(t.domain == domain for t in seeds) for domain in DOMAINS}
-    if config.method.drawn > len(seeds):
+    kept = make_pool(config, seeds, valid).seeds.values()  # without those met in validation
+    present = {domain: sum(t.domain == domain for t in kept) for domain in DOMAINS}
+    if config.method.drawn > len(kept):
         raise ConfigError(
-            f"method.drawn={config.method.drawn}: tasks.seeds holds only {len(seeds)} problems; "
-            "lower it or add seeds"
+            f"method.drawn={config.method.drawn}: tasks.seeds holds only {len(kept)} problems"
+            f"{_refused(len(seeds) - len(kept))}; lower it or add seeds"
         )
     for domain, share in (("math", config.tasks.math_share), ("code", 1 - config.tasks.math_share)):
         if share > 0 and not present[domain]:
             raise ConfigError(
                 f"tasks.math_share={config.tasks.math_share}: tasks.seeds holds no {domain} "
-                "problem; add some, or set the share to leave that domain out"
+                f"problem{_refused(len(seeds) - len(kept))}; add some, or set the share to leave "
+                "that domain out"
             )
     return seeds, valid
+
+
+def _refused(count: int) -> str:
+    return f" ({count} left out: they resemble items of valid.path)" if count else ""
 
 
 @contextlib.contextmanager
 def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
     """Build a run in `workdir`, continuing from its newest checkpoint when there is one."""
     seeds, valid = load_tasks(config)
-    prompts = roles.load_prompts(config.method.prompts)
-    method = Sage(config, prompts)
+    method = Sage(config, make_prompts(config))
     place = placement(config)
-    checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+    try:
+        checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from error
     fresh, done = checkpoints.latest is None, checkpoints.latest or 0
     with contextlib.ExitStack() as stack:
         stack.callback(checkpoints.close)
@@ -140,17 +150,26 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
         progress.stage(f"loading {config.model.path}")
         model = load_model(config, place)
         settings = update_settings(config)
-        tx = make_optimizer(settings, max(config.train.steps, 1))
+        updates = config.optim.epochs * config.optim.minibatches
+        tx = make_optimizer(settings, max(config.train.steps, 1), updates)
         state = init_state(model.params, tx, reference=config.optim.kl_coef > 0)
         pool = make_pool(config, seeds, valid)
         if not fresh:
             progress.stage(f"restoring step {done}")
-            arrays, host = checkpoints.restore(done, _trees(state))
+            try:
+                arrays, host = checkpoints.restore(done, _trees(state))
+            except CheckpointError as error:
+                raise ConfigError(str(error)) from error
             state = state._replace(**arrays["rest"], params=arrays["params"])
-            pool = Pool.from_json(host["pool"], valid)
+            pool = Pool.from_json(host["pool"], valid, seeds, **pool.settings)
+            for line in _changed(host["config"], config):
+                progress.note(f"continues with another {line}")
         model.params = state.params
-        for name in ("metrics.jsonl", "episodes.jsonl"):
-            cut(workdir / name, -1 if fresh else done)
+        try:
+            for name in ("metrics.jsonl", "episodes.jsonl"):
+                cut(workdir / name, -1 if fresh else done)
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         run = Run(
             config=config,
             model=model,
@@ -175,15 +194,29 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
 
 
 def make_pool(config, seeds: list[Task], valid: list[Task]) -> Pool:
+    """The pool of a new run. ConfigError when no seed is left of `seeds`."""
     p = config.pool
-    return Pool(
-        seeds,
-        valid,
-        capacity=p.capacity + len(seeds),
-        seed_share=p.seed_share,
-        half_life=p.half_life,
-        dedup_threshold=p.dedup,
-    )
+    try:
+        return Pool(
+            seeds,
+            valid,
+            capacity=p.capacity + len(seeds),
+            seed_share=p.seed_share,
+            half_life=p.half_life,
+            dedup_threshold=p.dedup,
+        )
+    except ValueError as error:
+        raise ConfigError(f"tasks.seeds: {error}") from error
+
+
+def _changed(before: dict, config) -> list[str]:
+    """Fields whose values are not those that the checkpoint was written with."""
+    now = json.loads(json.dumps(flatten(config)))
+    return [
+        f"{name}: {now[name]!r}, not {before.get(name)!r}"
+        for name in now
+        if now[name] != before.get(name)
+    ]
 
 
 def report(run: Run, figures: dict) -> None:

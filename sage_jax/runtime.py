@@ -15,6 +15,8 @@ from sage_jax.config import ROLES, ConfigError
 from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh
 from sage_jax.core.tokens import Tokens, resolve
 from sage_jax.models import hf, qwen
+from sage_jax.roles import PromptSet, load_prompts
+from sage_jax.rollout.decode import MAX_STOPS
 from sage_jax.rollout.engine import Engine
 from sage_jax.verify import Verifier
 
@@ -101,7 +103,20 @@ def load_model(config, place: Placement, *, dtype=jnp.float32) -> Model:
         raise
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path={config.model.path}: {error}") from error
+    if len(tokens.stop_ids) > MAX_STOPS or max(tokens.stop_ids) >= cfg.vocab_size:
+        raise ConfigError(
+            f"tokens.stop_ids={tuple(config.tokens.stop_ids)}: with the model's own "
+            f"{tokens.stop_ids}; at most {MAX_STOPS} in all, each below {cfg.vocab_size}"
+        )
     return Model(params, cfg, tokens, folder)
+
+
+def make_prompts(config) -> PromptSet:
+    """The prompt set of the config. ConfigError when it is absent or wrong."""
+    try:
+        return load_prompts(config.method.prompts)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"method.prompts={config.method.prompts!r}: {error}") from error
 
 
 def make_engine(

@@ -42,6 +42,11 @@ def one_step(run: Run) -> None:
     episodes = rollout(run, step)
     run.method.reward(episodes)
     samples = all_samples(episodes)
+    if not samples:
+        raise RunFailure(
+            f"no prompt fits tokens.max_prompt={config.tokens.max_prompt}: raise it, or let "
+            "tokens.overlong=shorten cut them"
+        )
     check_verdicts(samples, config)
     figures = rollout_figures(episodes, config.method) | assign_advantages(samples, config)
     batches = training_batches(samples, config)

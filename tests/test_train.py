@@ -1,6 +1,7 @@
 """The loop: resume to the bit, saves on request, stops on machine faults, accounts for its time."""
 
 import json
+import shutil
 from pathlib import Path
 
 import jax
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 
 from sage_jax import modes, train
-from sage_jax.config import base, validate
+from sage_jax.config import ConfigError, base, validate
 from sage_jax.core.checkpoint import Checkpoints
+from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.methods.graph import Cancelled
 from sage_jax.report.metrics import METRICS
-from sage_jax.run import start
+from sage_jax.run import load_tasks, start
+from sage_jax.runtime import load_model, placement
 from sage_jax.verify import Verdict
 
 STEPS = 3
@@ -233,11 +236,106 @@ def test_several_updates_on_one_rollout_take_ratios_against_its_start(
 
 
 def test_more_tasks_a_step_than_there_are_seeds_is_refused_before_the_model_loads(tiny_asset):
-    from sage_jax.config import ConfigError
-    from sage_jax.run import load_tasks
+    with pytest.raises(ConfigError, match="method.drawn=499.*498.*2 left out"):
+        load_tasks(small_config(tiny_asset, method__drawn=499))
 
-    with pytest.raises(ConfigError, match="method.drawn=501.*500"):
-        load_tasks(small_config(tiny_asset, method__drawn=501))
+
+def remove_host(workdir):
+    shutil.rmtree(workdir / "checkpoints" / str(STEPS) / "host")
+
+
+def halve_host(workdir):
+    path = workdir / "checkpoints" / str(STEPS) / "host" / "metadata"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def spoil_metrics(workdir):
+    (workdir / "metrics.jsonl").write_text('garbage\n{"step": 1}\n')
+
+
+def block_checkpoints(workdir):
+    shutil.rmtree(workdir / "checkpoints")
+    (workdir / "checkpoints").write_text("")
+
+
+@pytest.mark.parametrize(
+    ("damage", "part"),
+    [
+        (remove_host, f"checkpoints/{STEPS}"),
+        (halve_host, f"checkpoints/{STEPS}"),
+        (spoil_metrics, "metrics.jsonl:1"),
+        (block_checkpoints, "cannot be made a folder"),
+    ],
+)
+def test_a_damaged_work_directory_is_named_and_left_alone(finished, tmp_path, damage, part):
+    workdir = tmp_path / "run"
+    shutil.copytree(finished[1], workdir)
+    damage(workdir)
+    before = (workdir / "metrics.jsonl").read_bytes()
+    with pytest.raises(ConfigError, match=part), start(finished[0], workdir, lambda: False):
+        pass
+    assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+def test_another_run_in_the_same_work_directory_is_refused(tiny_asset, tmp_path):
+    with modes.sole_use(tmp_path), pytest.raises(ConfigError, match="in use by another run"):
+        modes.run_train(job(small_config(tiny_asset), tmp_path), lambda: False)
+    with modes.sole_use(tmp_path):  # free again
+        assert not (tmp_path / "config.json").exists()
+
+
+def test_a_resumed_run_takes_the_seeds_and_pool_settings_it_is_given(finished, capsys):
+    _, workdir, state, pool = finished
+    one = small_config(
+        finished[0].model.path,
+        tasks__seeds=("asset:seeds/train.jsonl",),
+        pool__capacity=7,
+        pool__half_life=3.0,
+        report__quiet=False,
+    )
+    with start(one, workdir, lambda: False) as run:
+        assert all(name.startswith("seed/") for name in run.pool.seeds)
+        assert run.pool.settings["half_life"] == 3.0
+        assert run.pool.settings["capacity"] == 7 + len(run.pool.seeds)
+        assert [*run.pool.admitted] == [row["id"] for row in pool["admitted"]]
+    err = capsys.readouterr().err
+    assert "another pool.half_life: 3.0, not 50.0" in err and "tasks.seeds" in err
+
+
+def test_all_updates_of_a_step_have_its_learning_rate():
+    settings = UpdateSettings(lr=1.0, schedule="linear", b1=0.0, b2=0.0, clip_norm=0.0)
+    tx = make_optimizer(settings, total_steps=4, updates_per_step=2)
+    params = {"w": np.zeros(1, np.float32)}
+    state, sizes = tx.init(params), []
+    for _ in range(8):
+        updates, state = tx.update({"w": np.ones(1, np.float32)}, state, params)
+        sizes.append(-float(updates["w"][0]))
+    np.testing.assert_allclose(sizes, [1, 1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25], rtol=1e-5)
+
+
+@pytest.mark.parametrize("ids", [tuple(range(100, 130)), (512,)])
+def test_stop_ids_that_the_engine_cannot_hold_are_refused_with_the_model(tiny_asset, ids):
+    config = small_config(tiny_asset, tokens__stop_ids=ids)
+    with pytest.raises(ConfigError, match="tokens.stop_ids"):
+        load_model(config, placement(config))
+
+
+def test_a_missing_prompt_set_and_seeds_met_in_validation_are_config_errors(tiny_asset, tmp_path):
+    for changes, part in (
+        ({"method__prompts": "nope"}, "method.prompts='nope'"),
+        ({"tasks__seeds": ("asset:tiny/valid.jsonl",)}, "tasks.seeds.*none left"),
+    ):
+        config = small_config(tiny_asset, **changes)
+        with pytest.raises(ConfigError, match=part), start(config, tmp_path, lambda: False):
+            pass
+
+
+def test_a_step_without_a_single_row_stops_the_run(tiny_asset, tmp_path, capsys):
+    config = small_config(tiny_asset, tokens__max_prompt=8, tokens__overlong="skip")
+    assert modes.run_train(job(config, tmp_path), lambda: False) == 1
+    assert "no prompt fits tokens.max_prompt=8" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="no prompt fits"):
+        modes.run_eval(job(config, tmp_path), lambda: False)
 
 
 def test_cancelled_runs_do_not_pass_for_finished_ones(tiny_asset, tmp_path):

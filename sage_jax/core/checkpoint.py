@@ -11,6 +11,10 @@ from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 METRIC = "valid/accuracy"
 
 
+class CheckpointError(ValueError):
+    """A folder of checkpoints that cannot be used; the message says which and what to do."""
+
+
 def _accuracy(metrics: dict) -> float:
     return metrics[METRIC]
 
@@ -18,10 +22,16 @@ def _accuracy(metrics: dict) -> float:
 class Checkpoints:
     """The numbered checkpoints of a run; half-written ones are never seen.
 
-    Keeps the newest `keep` and the best by validation accuracy.
+    Keeps the newest `keep` and the best by validation accuracy. CheckpointError when the folder
+    cannot be made.
     """
 
     def __init__(self, folder: Path, keep: int):
+        self._folder = folder
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot be made a folder ({error})") from error
         logging.getLogger("absl").setLevel(logging.WARNING)
         best = policies.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
         self._manager = ocp.CheckpointManager(
@@ -57,11 +67,21 @@ class Checkpoints:
 
     def restore(self, step: int, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict]:
         """The named trees of `step`, placed as their abstract ones say (any mesh), and the host
-        facts. Trees that are not named are not read."""
+        facts. Trees that are not named are not read.
+
+        CheckpointError when parts are missing or of another shape; damage inside an array shows
+        as whatever its reader raises.
+        """
         items = {name: ocp.args.StandardRestore(abstract(tree)) for name, tree in arrays.items()}
-        restored = self._manager.restore(
-            step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore())
-        )
+        try:
+            restored = self._manager.restore(
+                step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore())
+            )
+        except (KeyError, OSError, ValueError) as error:
+            raise CheckpointError(
+                f"{self._folder / str(step)}: cannot be restored for this model and optimizer "
+                f"({error}); if it is damaged, delete it to go on from the one before"
+            ) from error
         return {name: restored[name] for name in arrays}, restored["host"]
 
     def close(self) -> None:

@@ -91,10 +91,16 @@ def make_schedule(settings: UpdateSettings, total_steps: int) -> Callable[[Any],
     return rate
 
 
-def make_optimizer(settings: UpdateSettings, total_steps: int) -> optax.GradientTransformation:
-    """AdamW (decay on all params, as in verl) behind clipping by the global norm."""
+def make_optimizer(
+    settings: UpdateSettings, total_steps: int, updates_per_step: int = 1
+) -> optax.GradientTransformation:
+    """AdamW (decay on all params, as in verl) behind clipping by the global norm.
+
+    The schedule counts steps: all `updates_per_step` updates of a step have its rate.
+    """
+    rate = make_schedule(settings, total_steps)
     adamw = optax.adamw(
-        make_schedule(settings, total_steps),
+        lambda update: rate(update // updates_per_step),
         b1=settings.b1,
         b2=settings.b2,
         eps=settings.eps,

@@ -53,7 +53,7 @@ def cut(path: str | Path, step: int) -> int:
     kept = []
     for number, line in enumerate(lines, 1):
         try:
-            row_step = json.loads(line)["step"]
+            row_step = int(json.loads(line)["step"])
             whole = line.endswith(b"\n")
         except (ValueError, KeyError, TypeError) as error:
             if number < len(lines):

@@ -221,15 +221,27 @@ class Pool:
         }
 
     @classmethod
-    def from_json(cls, state: dict[str, Any], valid: Iterable[Task] = (), **changed: Any) -> "Pool":
+    def from_json(
+        cls,
+        state: dict[str, Any],
+        valid: Iterable[Task] = (),
+        seeds: Iterable[Task] | None = None,
+        **changed: Any,
+    ) -> "Pool":
         """The pool that `to_json` wrote: the same draws and admissions follow.
 
-        `changed` replaces settings. Tasks that resemble an item of a changed `valid` are left out.
+        `changed` replaces settings, `seeds` the seeds: those known before keep their statistics.
+        Tasks that resemble an item of a changed `valid` are left out.
         """
         settings = {**state["settings"], **changed}
-        pool = cls(map(Task.from_json, state["seeds"]), valid, **settings)
-        earlier = [(seed, twin) for seed, twin in state["refused_seeds"]]
-        pool.refused_seeds = earlier + pool.refused_seeds
+        known = [Task.from_json(row) for row in state["seeds"]]
+        pool = cls(known if seeds is None else seeds, valid, **settings)
+        if seeds is None:
+            earlier = [(seed, twin) for seed, twin in state["refused_seeds"]]
+            pool.refused_seeds = earlier + pool.refused_seeds
+        for task in known:
+            if task.id in pool.seeds:
+                pool.seeds[task.id].stats = task.stats
         pool.counters = Counter(state["counters"])
         for task in map(Task.from_json, state["admitted"]):
             if pool._valid.find(task.question) is None:
