@@ -100,7 +100,7 @@ def make_optimizer(
     """
     rate = make_schedule(settings, total_steps)
     adamw = optax.adamw(
-        lambda update: rate(update // updates_per_step),
+        lambda update: rate(jnp.asarray(update) // updates_per_step),
         b1=settings.b1,
         b2=settings.b2,
         eps=settings.eps,
