@@ -11,7 +11,6 @@ from sage_jax.config import base
 def get_config():
     c = base()
     c.model.path = "asset:tiny-qwen3"
-    c.model.remat = "full"  # less memory traffic: a quarter faster on a CPU
     c.tokens.max_prompt = 96
     c.tasks.seeds = ("asset:tiny/train.jsonl",)
     c.tasks.math_share = 0.6
