@@ -13,6 +13,7 @@ import pytest
 
 from sage_jax.verify import Job, Verdict, Verifier, math_client
 from sage_jax.verify.__main__ import main
+from sage_jax.verify.child import ChildDied
 
 ROOT = Path(__file__).parents[1]
 GOOD = {"solution": "def f(n):\n    return n + 1\n", "tests": "assert f(1) == 2",
@@ -120,6 +121,25 @@ def test_a_stuck_or_dying_worker_costs_one_verdict(tmp_path, monkeypatch):
         "g": ("correct", ""),
     }
     assert [name for name, v in verdicts.items() if v.masked] == ["c"]
+
+
+def test_a_worker_that_died_while_idle_is_replaced_when_its_next_job_comes(monkeypatch):
+    # Its death came to light when the job was written to it; the job then waited for ever.
+    real = math_client.MathWorker.start_job
+    seen = []
+
+    def start_job(self, *args):
+        seen.append(1)
+        if len(seen) == 2:
+            raise ChildDied
+        return real(self, *args)
+
+    with Verifier(code=False, workers=1) as verifier:
+        monkeypatch.setattr(math_client.MathWorker, "start_job", start_job)
+        for name in ("a", "b", "c"):
+            verifier.submit(math_job(name, gold=str(len(name) + len(seen))))
+            assert [n for n, _ in verifier.poll(timeout=60)] == [name]
+    assert len(seen) == 4
 
 
 def children():

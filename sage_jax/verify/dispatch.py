@@ -111,6 +111,7 @@ class Dispatcher:
                     self._queue(self._inbox.popleft())
                 self._assign()
                 busy = any(lane.task or self._starting(lane) for lane in self._lanes)
+                busy = busy or any((self._math, *self._code))
                 for key, _ in self._selector.select(TICK if busy else None):
                     if key.data is None:
                         os.read(self._wake_in, 1 << 16)
@@ -156,10 +157,11 @@ class Dispatcher:
     def _assign_from(
         self, queue: deque[Task], mine: Callable[[Child], bool], make: Callable[[], Child]
     ) -> None:
-        lanes = [lane for lane in self._lanes if mine(lane.child)]
-        for lane in lanes:
+        for lane in [lane for lane in self._lanes if mine(lane.child)]:
             if queue and lane.task is None and not self._starting(lane):
                 self._start(lane, queue.popleft())
+        # Only now: a worker found dead when it was given its task has left and needs a successor.
+        lanes = [lane for lane in self._lanes if mine(lane.child)]
         starting = sum(self._starting(lane) for lane in lanes)
         while len(queue) > starting and len(lanes) < self._workers:
             lane = self._open(make)
