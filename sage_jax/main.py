@@ -109,7 +109,8 @@ def main(argv: list[str]) -> int:
         overrides = config_flags.get_override_values(FLAGS["config"])
         name = Path(config_flags.get_config_filename(FLAGS["config"])).stem
         workdir = Path(WORKDIR.value or f"runs/{name}")
-        job = modes.Job(config, overrides, workdir, Path(INPUT.value), Path(OUTPUT.value))
+        files = (Path(INPUT.value), Path(OUTPUT.value))
+        job = modes.Job(config, overrides, workdir, *files, named=bool(WORKDIR.value))
         return modes.MODES[MODE.value](job, StopRequest())
     except (UsageError, schema.ConfigError, SourceError, IsolationError) as error:
         print(f"sage_jax: {error}", file=sys.stderr)

@@ -47,6 +47,7 @@ class Job:
     workdir: Path
     input: Path
     output: Path
+    named: bool = False  # --workdir was given
 
 
 @contextlib.contextmanager
@@ -102,10 +103,19 @@ def newest_step(folder: Path) -> int | None:
 
 
 def trained_model(job: Job, place: Placement) -> tuple[Model, str]:
-    """The newest checkpoint of the work directory, else model.path; and which it was."""
-    model = load_model(job.config, place)
+    """The newest checkpoint of the work directory, else model.path; and which it was.
+
+    A model.path on the command line wins over a work directory that nobody named. ConfigError
+    when the one that was named holds no checkpoint.
+    """
     folder = job.workdir / "checkpoints"
-    step = newest_step(folder)
+    step = newest_step(folder) if job.named or "model.path" not in job.overrides else None
+    if step is None and job.named:
+        raise schema.ConfigError(
+            f"--workdir={job.workdir}: holds no checkpoint; check the path, or leave it out to use "
+            f"model.path={job.config.model.path}"
+        )
+    model = load_model(job.config, place)
     if step is None:
         return model, job.config.model.path
     checkpoints = Checkpoints(folder, keep=1 << 30)
@@ -182,7 +192,7 @@ def _offline(work: Callable) -> Callable[[Job, Callable], int]:
                     raise Cancelled
                 progress.stage(name, lambda: ids)
 
-            model = load_model(job.config, place)
+            model = trained_model(job, place)[0] if job.named else load_model(job.config, place)
             try:
                 problems = work(job.config, model, place, job.input, job.output, stage)
             except Cancelled:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from sage_jax import modes
-from sage_jax.config import base, validate
+from sage_jax.config import ConfigError, base, validate
 from sage_jax.core.tokens import Tokens
 
 ROOT = Path(__file__).parent.parent
@@ -246,3 +246,12 @@ def test_a_terminated_run_saves_and_the_same_command_finishes_it(tmp_path):
     assert suite["accuracy"] == last["valid/accuracy"] and suite["items"] == 4
     assert run("--mode=export", f"--output={tmp_path}/hf", *args).returncode == 0
     assert Tokens.load(tmp_path / "hf").stop_ids and (tmp_path / "hf" / "config.json").is_file()
+
+
+def test_a_named_work_directory_without_a_checkpoint_is_refused(tiny_folder, tmp_path):
+    c = base()
+    c.model.path, c.mesh.data, c.report.quiet = str(tiny_folder), 1, True
+    job = modes.Job(validate(c), {}, tmp_path / "typo", Path(), tmp_path / "out", named=True)
+    with pytest.raises(ConfigError, match="holds no checkpoint"):
+        modes.run_export(job, lambda: False)
+    assert not (tmp_path / "typo").exists()

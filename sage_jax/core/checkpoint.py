@@ -32,7 +32,8 @@ class Checkpoints:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be made a folder ({error})") from error
-        logging.getLogger("absl").setLevel(logging.WARNING)
+        # Below that it remarks on every save without an accuracy.
+        logging.getLogger("absl").setLevel(logging.ERROR)
         best = policies.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
         self._manager = ocp.CheckpointManager(
             folder.absolute(),
