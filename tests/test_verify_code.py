@@ -1,6 +1,5 @@
 """Code verdicts: kinds of tests, forging, limits, isolation levels, references."""
 
-import json
 import os
 import sys
 from pathlib import Path
@@ -12,7 +11,6 @@ from sage_jax.verify.sandbox import isolation, require
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-SHARED = Path(__file__).parents[1].parent / "shared"
 DOUBLE = "def f(n):\n    return 2 * n\n"
 
 
@@ -414,35 +412,6 @@ def test_broken_tests_mask_the_row(verifier):
 )
 def test_extract_code(text, program):
     assert extract_code(text) == program
-
-
-# --- shared cases -------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="../shared is absent")
-def test_shared_code_tasks(verifier):
-    jobs, expected = [], {}
-    for row in map(json.loads, open(SHARED / "cases" / "code_tasks_public.jsonl")):
-        programs = [("right", row["solution"])] + [(w["kind"], w["code"]) for w in row["wrong"]]
-        for number, (kind, code) in enumerate(programs):
-            name = f"{row['id']}/{number}/{kind}"
-            expected[name] = number == 0
-            tests = {part: row["tests"][part] for part in ("public", "hidden")}
-            payload = {"solution": code, "tests": tests, "entry_point": row["entry_point"]}
-            jobs.append(Job(name, "code", payload))
-    verdicts = verifier.run(jobs)
-    assert [n for n, right in expected.items() if verdicts[n].correct != right] == []
-
-
-@pytest.mark.skipif(not SHARED.exists(), reason="../shared is absent")
-def test_shared_hostile_programs():
-    """All but the slow ones; the whole file runs with tests/verify_hostile.py as a script."""
-    from verify_hostile import run_cases
-
-    rows = map(json.loads, open(SHARED / "cases" / "hostile_public.jsonl"))
-    cases = [row for row in rows if row["category"] != "time"]
-    assert len(cases) > 50
-    assert run_cases(cases) == {}
 
 
 def test_finding_the_program_takes_linear_time_on_hostile_text():
