@@ -11,18 +11,23 @@ from sage_jax.config import base
 def get_config():
     c = base()
     c.model.path = "asset:tiny-qwen3"
+    c.model.remat = "full"  # less memory traffic: faster on a CPU too
     c.tokens.max_prompt = 96
     c.tasks.seeds = ("asset:tiny/train.jsonl",)
     c.tasks.math_share = 0.6
     c.valid.path = "asset:tiny/valid.jsonl"
     c.valid.every = 10
-    c.train.steps = 40
+    c.valid.effects = 100
+    c.train.steps = 60
     c.checkpoint.every = 10
     c.method.prompts = "short"
+    c.method.rewards = "robust"
     c.method.candidates = 12
     c.method.attempts = 3
-    c.method.drawn = 20
+    c.method.drawn = 12
     c.method.solutions = 2
+    c.method.bare = 2
+    c.method.audits = 12
     c.rollout.slots = 64
     c.rollout.chunk = 8
     c.rollout.prefill_rows = 16

@@ -21,6 +21,10 @@ INF = float("inf")
 LARGEST = {int: 2**31 - 1, float: 3e38}  # what arrays of 32 bits hold: no infinity
 
 
+# What method.advantage=auto means with each reward set.
+ADVANTAGE_OF = {"paper": "role_token", "robust": "grouped"}
+
+
 class ConfigError(ValueError):
     """One or more fields are wrong; the message lists all of them."""
 
@@ -68,13 +72,19 @@ SCHEMA: dict[str, Field] = {
     "valid.limit": Field(0, "tasks", "validate on the first n of each domain; 0: all", 0),
     "valid.samples": Field(4, "samples", "samples an item for valid/accuracy_sampled; 0: off", 0),
     "valid.planned": Field(True, "flag", "also measure Planner, gate and Solver together"),
+    "valid.effects": Field(
+        40, "tasks", "tasks and references for effect/*, what each role is worth; 0: off", 0
+    ),
     "train.steps": Field(200, "steps", "absolute total of updates", 0),
     "checkpoint.every": Field(20, "steps", "save interval; 0: last step only", 0),
     "checkpoint.keep": Field(2, "checkpoints", "newest ones kept, besides the best", 1),
     "method.name": Field("sage", "name", "training method", choices=("sage",)),
-    "method.rewards": Field("paper", "name", "reward set", choices=("paper",)),
+    "method.rewards": Field("paper", "name", "reward set", choices=("paper", "robust")),
     "method.advantage": Field(
-        "role_token", "name", "normalisation", choices=("role_token", "role_sequence", "grouped")
+        "auto",
+        "name",
+        "normalisation; auto: role_token with rewards paper, grouped with robust",
+        choices=("auto", "role_token", "role_sequence", "grouped"),
     ),
     "method.train_roles": Field(ROLES, "roles", "roles whose rows are trained on", item=str),
     "method.prompts": Field("v1", "name or folder", "prompt set"),
@@ -82,6 +92,12 @@ SCHEMA: dict[str, Field] = {
     "method.attempts": Field(5, "rows", "Solver attempts on each valid proposal", 1),
     "method.drawn": Field(64, "tasks", "tasks drawn from the pool a step", 0),
     "method.solutions": Field(2, "rows", "Solver answers on each drawn task", 1),
+    "method.bare": Field(
+        2, "rows", "Solver answers without the plan on each drawn task (rewards robust only)", 1
+    ),
+    "method.audits": Field(
+        16, "rows", "Critic rows on seeds, half of them broken (rewards robust only)", 0
+    ),
     "method.critics": Field(1, "rows", "Critic judgements on each question and plan", 1),
     "method.alpha": Field(0.7, "score", "question gate (paper 0.7)", 0, 1),
     "method.beta": Field(0.3, "score", "plan gate (paper 0.3)", 0, 1),
@@ -274,7 +290,7 @@ def _cross_problems(c: Any) -> list[str]:
 
 
 def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
-    """The config, frozen. Raises ConfigError listing every problem at once."""
+    """The config, frozen, `auto` resolved. Raises ConfigError listing every problem at once."""
     flat = flatten(config)
     problems = [f"{name}: unknown field{nearest(name)}" for name in flat if name not in SCHEMA]
     problems += [
@@ -287,15 +303,19 @@ def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
         problems = _cross_problems(ml_collections.ConfigDict(config))
     if problems:
         raise ConfigError("config:\n  " + "\n  ".join(problems))
-    return ml_collections.FrozenConfigDict(config)
+    resolved: Any = ml_collections.ConfigDict(config)
+    if resolved.method.advantage == "auto":
+        resolved.method.advantage = ADVANTAGE_OF[resolved.method.rewards]
+    return ml_collections.FrozenConfigDict(resolved)
 
 
 def dump(config: Mapping, overrides: Mapping[str, Any], path: Path) -> None:
     """Write {field: {value, source}}; source is default, file or command line."""
-    rows = {}
-    for name, value in flatten(config).items():
+    flat, rows = flatten(config), {}
+    resolved = {"method.advantage": ADVANTAGE_OF[flat["method.rewards"]]}
+    for name, value in flat.items():
         source = "command line" if name in overrides else "default"
-        if source == "default" and value != SCHEMA[name].default:
+        if source == "default" and value not in (SCHEMA[name].default, resolved.get(name)):
             source = "file"
         rows[name] = {"value": value, "source": source}
     path.write_text(json.dumps(rows, indent=1) + "\n")

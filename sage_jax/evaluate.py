@@ -4,11 +4,12 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from sage_jax.methods import effects
 from sage_jax.methods.graph import Episode, Node, Player, play
 from sage_jax.methods.measure import accuracy, all_samples
 from sage_jax.methods.rewards import mean
 from sage_jax.methods.sage import Sage
-from sage_jax.roles import SOLVER
+from sage_jax.tasks.pool import Pool
 from sage_jax.tasks.task import DOMAINS, Task
 
 
@@ -19,17 +20,21 @@ def first_of_each_domain(tasks: Sequence[Task], limit: int) -> list[Task]:
     return [t for d in DOMAINS for t in [t for t in tasks if t.domain == d][:limit]]
 
 
-def bare_graph(method: Sage, samples: int) -> tuple[Node, ...]:
-    """Solver alone, without a plan."""
-    return (
-        Node(
-            "answer",
-            SOLVER,
-            lambda e: method.prompts.messages("solver", e.task.public),
-            fan_out=samples,
-            job=lambda e, s: e.task.job(s.id, s.text),
-        ),
-    )
+def harder_than_seeds(tasks: Sequence[Task], pool: Pool) -> list[Task]:
+    """Tasks whose `level` is above every seed's: what only a curriculum can reach."""
+    levels = [_level(seed) for seed in pool.seeds.values()]
+    return [t for t in tasks if levels and _level(t) > max(levels)]
+
+
+def _level(task: Task) -> float:
+    level = task.provenance.get("level")
+    return level if isinstance(level, (int, float)) else 0.0
+
+
+def spread(tasks: Sequence[Task], count: int) -> list[Task]:
+    """At most `count` tasks at even distances, in file order."""
+    count = min(count, len(tasks))
+    return [tasks[i * len(tasks) // count] for i in range(count)]
 
 
 class Evaluator:
@@ -40,23 +45,29 @@ class Evaluator:
         self.tokens, self.method = tokens, method
 
     def run(
-        self,
-        tasks: Sequence[Task],
-        graph: tuple[Node, ...],
-        temperature: float,
-        stage: Callable = lambda name, ids: None,
-        stop: Callable[[], bool] = lambda: False,
+        self, tasks: Sequence[Task], graph: tuple[Node, ...], temperature: float, **hooks: Callable
     ) -> list[Episode]:
-        """Every task through the graph. The same noise every time: steps compare like with like."""
+        """Every task through the graph; see `play`."""
         episodes = [Episode(f"valid/{task.id}", task, graph) for task in tasks]
+        return self.play(episodes, temperature, **hooks)
+
+    def play(self, episodes: list[Episode], temperature: float, **hooks: Callable) -> list[Episode]:
+        """The episodes, played. The same noise every time: steps compare like with like.
+
+        `hooks`: stage and stop of `graph.play`.
+        """
         player = Player(self.config, self.tokens, "valid", temperature)
-        play(self.engine, self.verifier, episodes, player, stage=stage, stop=stop)
+        play(self.engine, self.verifier, episodes, player, **hooks)
         return episodes
 
-    def figures(self, tasks: Sequence[Task], **hooks: Callable) -> dict[str, float | None]:
-        """valid/* of interfaces.md: greedy, by domain, well-formed, sampled and planned."""
-        valid = self.config.valid
-        samples = all_samples(self.run(tasks, bare_graph(self.method, 1), 0.0, **hooks))
+    def figures(
+        self, tasks: Sequence[Task], pool: Pool, **hooks: Callable
+    ) -> dict[str, float | None]:
+        """valid/* of interfaces.md: greedy, by domain, well-formed, hard, sampled and planned; and
+        effect/*. The pool is only read."""
+        valid, method = self.config.valid, self.method
+        answers = self.run(tasks, method.bare_graph("answer", 1), 0.0, **hooks)
+        samples = all_samples(answers)
         figures = {
             "valid/accuracy": accuracy(samples),
             "valid/accuracy_wellformed": accuracy([s for s in samples if s.parsed.ok]),
@@ -65,15 +76,37 @@ class Evaluator:
             figures[f"valid/accuracy_{domain}"] = accuracy(
                 [s for s in samples if s.domain == domain]
             )
+        hard = {task.id for task in harder_than_seeds(tasks, pool)}
+        figures["valid/accuracy_hard"] = accuracy(
+            all_samples(e for e in answers if e.task.id in hard)
+        )
         if valid.samples:
-            sampled = self.run(tasks, bare_graph(self.method, valid.samples), 1.0, **hooks)
+            sampled = self.run(tasks, method.bare_graph("answer", valid.samples), 1.0, **hooks)
             figures["valid/accuracy_sampled"] = accuracy(all_samples(sampled))
         if valid.planned:
-            planned = self.run(tasks, self.method.solve_graph(1, 1), 0.0, **hooks)
+            planned = self.run(tasks, method.solve_graph(1, 1), 0.0, **hooks)
             figures["valid/accuracy_planned"] = mean(
                 [accuracy(e.samples["solve"]) or 0.0 for e in planned]
             )
+        if valid.effects:
+            figures |= self._effects(tasks, pool, **hooks)
         return figures
+
+    def _effects(self, tasks, pool: Pool, **hooks: Callable) -> dict[str, float | None]:
+        """effect/* and audit/*: what each role is worth at the present weights."""
+        method, count = self.method, self.config.valid.effects
+        some = spread(tasks, count)
+        plans = self.run(some, effects.uplift_graph(method), 1.0, **hooks)
+        audits = self.play(method.audits(some, "valid"), 1.0, **hooks)
+        references = spread(list(pool.seeds.values()), count)
+        asked = self.play(effects.proposals(method, references), 1.0, **hooks)
+        keys = self.verifier.run(effects.key_jobs(asked))
+        return {
+            "effect/planner": effects.planner_effect(plans),
+            "effect/critic": effects.critic_effect(audits),
+            "audit/key_true": mean([float(v.verdict == "correct") for v in keys.values()]),
+            **effects.challenger_effects(method, asked, pool),
+        }
 
 
 def write_answers(path: Path, episodes: Sequence[Episode]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from sage_jax import config as schema
 from sage_jax import offline
 from sage_jax.core.checkpoint import CheckpointError, Checkpoints
-from sage_jax.evaluate import Evaluator, bare_graph, first_of_each_domain, write_answers
+from sage_jax.evaluate import Evaluator, first_of_each_domain, write_answers
 from sage_jax.methods.graph import Cancelled
 from sage_jax.methods.measure import accuracy, all_samples
 from sage_jax.methods.sage import Sage
@@ -153,7 +153,7 @@ def run_eval(job: Job, stop) -> int:
             try:
                 episodes = evaluator.run(
                     tasks,
-                    bare_graph(method, 1),
+                    method.bare_graph("answer", 1),
                     0.0,
                     stage=lambda n, ids: progress.stage(n, lambda: ids),
                     stop=stop,

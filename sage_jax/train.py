@@ -40,7 +40,7 @@ def one_step(run: Run) -> None:
     run.seconds.clear()
     started = time.monotonic()
     episodes = rollout(run, step)
-    run.method.reward(episodes)
+    run.method.reward(episodes, run.pool)
     samples = all_samples(episodes)
     if not samples:
         raise RunFailure(
@@ -148,4 +148,4 @@ def validate(run: Run) -> dict[str, float | None]:
     to is only whole with them."""
     run.load_engine()
     evaluator = Evaluator(run.config, run.engine, run.verifier, run.model.tokens, run.method)
-    return evaluator.figures(run.valid_items, stage=run.notice)
+    return evaluator.figures(run.valid_items, run.pool, stage=run.notice)

@@ -76,6 +76,9 @@ class ScriptedVerifier:
         jobs, self.jobs = self.jobs[::-1], []
         return [(job.id, self._verdict(job)) for job in jobs]
 
+    def run(self, jobs):
+        return {job.id: self._verdict(job) for job in jobs}
+
     def _verdict(self, job):
         verdict, reason = self.judge(job)
         expected = None
@@ -112,6 +115,7 @@ def config(**method):
     c = base()
     c.method.candidates, c.method.attempts, c.method.critics = 4, 2, 2
     c.method.drawn, c.method.solutions = 4, 2
+    c.method.audits, c.method.advantage = 4, "role_token"
     for name, value in method.items():
         c.method[name] = value
     return c
@@ -120,8 +124,8 @@ def config(**method):
 def good_answer(row_id, *, score="8", plan_score="8"):
     """Every role well-formed; proposals differ, so that the pool takes them all."""
     kind = row_id.split("/")[-2]
-    number = int(row_id.split("/")[2]) + 11
     if kind == "challenge":
+        number = int(row_id.split("/")[2]) + 11
         proposal = MATH_PROPOSAL if "/m" in row_id else CODE_PROPOSAL
         return proposal.format(n=number)
     return {
@@ -130,6 +134,8 @@ def good_answer(row_id, *, score="8", plan_score="8"):
         "plan": "<plan>add them</plan>",
         "attempt": "<answer>1</answer>",
         "solve": "<answer>2</answer>",
+        "bare": "<answer>3</answer>",
+        "audit": f"<score>{'9' if 'a/' in row_id else '2'}</score>",
     }[kind]
 
 
@@ -147,5 +153,5 @@ def play_step(
     engine, verifier = ScriptedEngine(answer, width), ScriptedVerifier(judge, lag)
     episodes = sage.episodes(pool, step)
     play(engine, verifier, episodes, Player(c, Bytes(), step, 1.0))
-    sage.reward(episodes)
+    sage.reward(episodes, pool)
     return sage, pool, episodes, engine

@@ -3,14 +3,18 @@
 import scripted
 from scripted import ScriptedEngine, ScriptedVerifier
 
-from sage_jax.evaluate import Evaluator, bare_graph, first_of_each_domain, write_answers
+from sage_jax.evaluate import Evaluator, first_of_each_domain, write_answers
 from sage_jax.methods.measure import all_samples
 from sage_jax.methods.sage import Sage
 from sage_jax.roles import load_prompts
+from sage_jax.tasks.pool import Pool
+
+POOL = Pool(scripted.seeds(), capacity=100)
 
 
 def evaluator(answer, judge=lambda job: ("correct", ""), **valid):
     c = scripted.config()
+    c.valid.effects = 0
     for name, value in valid.items():
         c.valid[name] = value
     engine = ScriptedEngine(answer)
@@ -30,7 +34,8 @@ def answer(row_id):
 
 def figures(answer, judge=lambda job: ("correct", ""), **valid):
     made, _ = evaluator(answer, judge, **valid)
-    return made.figures(scripted.seeds(4))
+    row = made.figures(scripted.seeds(4), POOL)
+    return {name: value for name, value in row.items() if value is not None}
 
 
 def test_every_figure_tells_two_models_apart():
@@ -53,7 +58,7 @@ def test_every_figure_tells_two_models_apart():
 
 def test_figures_that_are_switched_off_are_absent_and_cost_no_rows():
     made, engine = evaluator(answer, samples=0, planned=False)
-    row = made.figures(scripted.seeds(4))
+    row = made.figures(scripted.seeds(4), POOL)
     assert "valid/accuracy_sampled" not in row and "valid/accuracy_planned" not in row
     assert len(engine.seen) == 8 and all(r.temperature == 0 for r in engine.seen)
 
@@ -71,7 +76,7 @@ def test_the_limit_takes_the_first_of_each_domain():
 
 def test_answers_are_written_with_their_verdicts(tmp_path):
     made, _ = evaluator(answer)
-    episodes = made.run(scripted.seeds(2), bare_graph(made.method, 1), 0.0)
+    episodes = made.run(scripted.seeds(2), made.method.bare_graph("answer", 1), 0.0)
     write_answers(tmp_path / "answers.jsonl", episodes)
     lines = (tmp_path / "answers.jsonl").read_text().splitlines()
     assert len(lines) == len(all_samples(episodes)) == 4 and '"verdict": "correct"' in lines[0]

@@ -359,7 +359,7 @@ def test_an_over_long_prompt_is_skipped_or_stops_the_run_by_name():
     c.tokens.overlong = "skip"
     episodes = sage.episodes(pool, 3)
     play(engine, verifier, episodes, Player(c, Strict(), 3, 1.0))
-    sage.reward(episodes)
+    sage.reward(episodes, pool)
     assert all_samples(episodes) == [] and sage.admit(pool, episodes) == {}
     figures = rollout_figures(episodes, c.method)
     assert figures["solve_rate"] is None and figures["tokens/generated"] == 0

@@ -13,6 +13,7 @@ from sage_jax import roles
 from sage_jax.core.tokens import Tokens
 from sage_jax.sft import demo_messages, encode, end_of_turn
 from sage_jax.tasks import tiny_world as world
+from sage_jax.tasks.audit import break_question
 from sage_jax.tasks.sources import load
 from sage_jax.tasks.tiny_demos import GOOD, HABITS, Demo, demonstrations
 from sage_jax.tasks.tiny_tasks import task_chains, task_lines
@@ -96,16 +97,16 @@ def test_program_computes_the_chain():
 def test_broken_question_differs_in_one_number():
     rng = Random(0)
     text = "ana has 7, finds 5. how many?"
-    removed = {world.break_question(text, "removed", rng) for _ in range(20)}
+    removed = {break_question(text, "removed", rng) for _ in range(20)}
     assert removed == {"ana has some, finds 5. how many?", "ana has 7, finds some. how many?"}
     for _ in range(20):
-        broken = world.break_question("ana has 7, doubles. how many?", "contradicted", rng)
+        broken = break_question("ana has 7, doubles. how many?", "contradicted", rng)
         first, second = broken.split()[2], broken.split()[4].rstrip(",")
         assert first == "7" and second != "7"
     with pytest.raises(ValueError, match="no number"):
-        world.break_question("how many?", "removed", rng)
+        break_question("how many?", "removed", rng)
     with pytest.raises(ValueError, match="removed or contradicted"):
-        world.break_question(text, "swapped", rng)
+        break_question(text, "swapped", rng)
 
 
 # ---- task files --------------------------------------------------------------------------------

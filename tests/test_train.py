@@ -28,12 +28,13 @@ def small_config(folder, **changes):
     c.tokens.max_prompt = 72
     c.tasks.seeds = ("asset:tiny/train.jsonl",)
     c.valid.path = "asset:tiny/valid.jsonl"
-    c.valid.every, c.valid.limit, c.valid.samples = 2, 2, 1
+    c.valid.every, c.valid.limit, c.valid.samples, c.valid.effects = 2, 2, 1, 2
     c.train.steps = STEPS
     c.checkpoint.every = 2
     c.method.prompts = "short"
     c.method.candidates, c.method.drawn = 4, 2
     c.method.attempts = c.method.solutions = 2
+    c.method.rewards, c.method.bare, c.method.audits = "robust", 1, 2
     c.rollout.slots, c.rollout.chunk, c.rollout.prefill_rows = 16, 8, 8
     c.rollout.buckets = (112,)
     for role in ("challenger", "planner", "solver", "critic"):

@@ -20,7 +20,8 @@ MIN_SPREAD = 1e-6  # rewards live in [-1, 1]; a smaller max - min is rounding, n
 class RewardRow:
     """One trained row: scalar outcome reward, completion length in tokens, baseline keys.
 
-    `group` is read by kind `grouped` only. A row that is not `valid` (its verifier or its gold
+    Rows of another `part` of a role never share a baseline; `group` is read by kind `grouped`
+    only. A row that is not `valid` (its verifier or its gold
     failed) gets advantage 0 and enters no statistic; its reward may be NaN.
     """
 
@@ -30,6 +31,7 @@ class RewardRow:
     role: str
     group: Hashable = None
     valid: bool = True
+    part: Hashable = None
 
 
 def masked_whiten(x_bt: np.ndarray, mask_bt: np.ndarray) -> np.ndarray:
@@ -87,6 +89,7 @@ def normalise(kind: str, rows: Sequence[RewardRow]) -> np.ndarray:
     `role_token`     per role, mean and std over tokens (rewards weighted by length, ddof 1)
     `role_sequence`  per role, mean and std over rows (ddof 1)
     `grouped`        per (role, group), mean and std over rows (ddof 1)
+    In all of them the parts of a role are apart.
     A row alone in its group, or among equal rewards (max - min < 1e-6), gets 0; so does a row
     that is not valid. Under `role_token` rows without tokens enter no statistic and get 0.
     ValueError for an unknown kind, a valid row whose reward is not finite, a negative length.
@@ -123,7 +126,7 @@ def _has_signal(reward_g: np.ndarray) -> bool:
 
 
 def _groups(kind: str, rows: Sequence[RewardRow]) -> dict[Hashable, list[int]]:
-    keys = [(row.role, row.group) if kind == "grouped" else row.role for row in rows]
+    keys = [(row.role, row.part, row.group if kind == "grouped" else None) for row in rows]
     used = [row.valid and (kind != "role_token" or row.length > 0) for row in rows]
     groups = {key: [i for i in index if used[i]] for key, index in _indices_by_key(keys).items()}
     return {key: index for key, index in groups.items() if index}

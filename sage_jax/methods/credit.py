@@ -17,6 +17,8 @@ def assign_advantages(samples: list[Sample], config) -> dict[str, float]:
             reward=s.reward,
             length=len(s.completion.tokens),
             role=s.role,
+            # Audit rows are rewarded on another scale: never one baseline for both kinds.
+            part="audit" if s.kind == "audit" else "",
             group=s.group if s.role == "solver" else (s.kind if s.role == "critic" else s.domain),
             valid=not s.masked,
         )

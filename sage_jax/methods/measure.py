@@ -3,11 +3,17 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from sage_jax.methods.graph import Episode, Sample
-from sage_jax.methods.rewards import correct, critic_mean, mean, solve_rate
+from sage_jax.methods.rewards import REWARD_SETS, correct, mean, solve_rate
 from sage_jax.roles import ROLES
 
 # A Solver row on a drawn task counts as planned or unplanned by what it was shown.
-KINDS = {"attempt": "candidates", "judge_question": "questions", "judge_plan": "plans"}
+KINDS = {
+    "attempt": "candidates",
+    "bare": "unplanned",
+    "judge_question": "questions",
+    "judge_plan": "plans",
+    "audit": "audits",
+}
 
 
 def split_of(episode: Episode, sample: Sample) -> str | None:
@@ -63,7 +69,8 @@ def _gate_figures(episodes: Sequence[Episode], settings) -> dict[str, float | No
     candidates = [e for e in episodes if "candidate" in e.facts]
     plans = [e for e in episodes if e.samples.get("plan")]
     rates = [solve_rate(e.samples["attempt"]) for e in candidates]
-    judged = [critic_mean(e.samples["judge_question"]) for e in candidates]
+    mean_score = REWARD_SETS[settings.rewards].mean_score
+    judged = [mean_score(e.samples["judge_question"]) for e in candidates]
     scores = {
         kind: [
             s.parsed.fields["score"]
@@ -76,7 +83,7 @@ def _gate_figures(episodes: Sequence[Episode], settings) -> dict[str, float | No
     return {
         "difficulty": mean([1.0 - rate for rate in rates if rate is not None]),
         "gate/question_pass": mean(
-            [float(score >= settings.alpha) for score in judged if score is not None]
+            [float(score is not None and score >= settings.alpha) for score in judged]
         ),
         "gate/plan_pass": mean([float(e.facts["plan_gated_in"]) for e in plans]),
         "critic/score_question": mean(scores["judge_question"]),

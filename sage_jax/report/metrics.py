@@ -21,12 +21,12 @@ from sage_jax.verify.verdict import VERDICTS
 __all__ = ["METRICS", "SPLITS", "Metric", "MetricsWriter", "check", "cut", "markdown"]
 
 # Kinds of rows within a role: Solver rows on new candidates, on drawn tasks with the plan shown
-# and with none shown; Critic rows on questions and on plans.
+# and with none shown; Critic rows on questions, on plans and on audit questions.
 SPLITS = {
     "challenger": DOMAINS,
     "planner": DOMAINS,
     "solver": (*DOMAINS, "candidates", "planned", "unplanned"),
-    "critic": (*DOMAINS, "questions", "plans"),
+    "critic": (*DOMAINS, "questions", "plans", "audits"),
 }
 EXPANSIONS = {
     "role": ROLES,
@@ -39,14 +39,16 @@ EXPANSIONS = {
         "challenger/difficulty",
         "challenger/format",
         "planner/plan_score",
+        "planner/uplift",
         "planner/format",
         "solver/plan_score",
         "solver/correct",
         "solver/format",
+        "critic/agreement",
         "critic/format",
     ),
     "stage": ("rollout", "verify", "update", "validate", "checkpoint", "total"),
-    "variant": ("planned", "math", "code", "wellformed", "sampled"),
+    "variant": ("planned", "math", "code", "wellformed", "hard", "sampled"),
 }
 
 
@@ -118,7 +120,32 @@ _TABLE = {
     "valid/accuracy_<variant>": Metric(
         "0..1",
         "planned: Planner, gate, Solver; math, code: one domain; wellformed: among answers that "
-        "parse; sampled: mean of 4 samples at temperature 1",
+        "parse; hard: items of a level above every seed's; sampled: mean of 4 samples at "
+        "temperature 1",
+    ),
+    "effect/planner": Metric(
+        "-1..1",
+        "on held-out tasks at temperature 1: accuracy of answers that saw the plan, whatever its "
+        "score, minus that of answers without",
+        "> 0",
+    ),
+    "effect/critic": Metric(
+        "0..1",
+        "area under the ROC curve of Critic scores: held-out questions as they stand against the "
+        "same with a number removed or contradicted",
+        "> 0.5; 0.5 = blind",
+    ),
+    "effect/challenger": Metric(
+        "0..1",
+        "of proposals on fixed references that the pool would admit: share whose solve rate lies "
+        "strictly between 0 and 1",
+    ),
+    "effect/challenger_yield": Metric("0..1", "the same, as a share of all proposals"),
+    "audit/key_true": Metric(
+        "0..1",
+        "of valid proposals on those references whose question the tiny world's grammar reads: "
+        "share whose key is the true one",
+        "near 1",
     ),
     "memory/rss_gib": Metric("GiB", "resident memory of this process", "flat after warm-up"),
     "compiles": Metric("count", "programs compiled so far", "flat after warm-up"),

@@ -108,6 +108,22 @@ class Pool:
             chosen += [picks[i % once] for i in range(wanted[domain])]
         return chosen
 
+    def draw_seeds(self, step: int, n: int, math_share: float, seed: int) -> list[Task]:
+        """At most n different seeds whose question holds a number, maths first."""
+        numbered = [task for task in self.seeds.values() if re.search(r"\d", task.question)]
+        n_math = math.floor(n * math_share + 0.5)
+        wanted = {"math": n_math, "code": n - n_math}
+        drawn = []
+        for domain in DOMAINS:
+            tasks = [task for task in numbered if task.domain == domain]
+            tasks.sort(key=lambda task: (-_gumbel(f"{seed}/{step}/audit/{task.id}"), task.id))
+            drawn += tasks[: wanted[domain]]
+        return drawn
+
+    def twin(self, question: str) -> str | None:
+        """The id of a task held now which the question nearly repeats, or None."""
+        return self._known.find(question)
+
     def _pick(self, use: str, step: int, n: int, math_share: float, seed: int) -> list[Task]:
         wanted = self._domain_counts(n, math_share, fill=True)
         return [
@@ -165,7 +181,7 @@ class Pool:
         """
         if self.get(task.id) is not None:
             raise ValueError(f"task id {task.id!r} is already in the pool: derive it from the row")
-        outcome = self._outcome(task)
+        outcome = self.outcome(task)
         self.counters[outcome] += 1
         if outcome == ADMITTED:
             if len(self) == self.settings["capacity"]:
@@ -174,10 +190,11 @@ class Pool:
             self._known.add(task.id, task.question)
         return outcome
 
-    def _outcome(self, task: Task) -> str:
+    def outcome(self, task: Task) -> str:
+        """What `admit` would say to a task; changes nothing."""
         if self._valid.find(task.question) is not None:
             return CONTAMINATED
-        if self._known.find(task.question) is not None:
+        if self.twin(task.question) is not None:
             return DUPLICATE
         return FULL if self.settings["capacity"] == len(self.seeds) else ADMITTED
 

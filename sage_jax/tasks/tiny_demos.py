@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from itertools import count
 from random import Random
 
+from sage_jax.tasks.audit import break_question
 from sage_jax.tasks.tiny_tasks import task_chains
 from sage_jax.tasks.tiny_world import (
     MAX_VALUE,
@@ -19,7 +20,6 @@ from sage_jax.tasks.tiny_world import (
     REDUCTIONS,
     Chain,
     Op,
-    break_question,
     closed_expression,
     draw_chain,
     draw_op,

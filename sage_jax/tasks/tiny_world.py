@@ -244,6 +244,15 @@ def truth(question: str) -> int | None:
     return values(chain.start, chain.ops)[-1]
 
 
+def true_response(question: str) -> str | None:
+    """A right Solver response to a sound question of either dialect; None for any other text."""
+    chain = parse_question(question)
+    if chain is None:
+        return None
+    answer = truth(question) if chain.domain == "math" else program(chain.ops)
+    return f"<answer>{answer}</answer>"
+
+
 # ---- drawing -----------------------------------------------------------------------------------
 
 _WEIGHTS = {
@@ -313,21 +322,3 @@ def is_sound(chain: Chain) -> bool:
     if len(set(results)) == 1:
         return False  # constant on the test inputs
     return chain.inverted is None or results != [values(x, read)[-1] for x in chain.inputs()]
-
-
-def break_question(text: str, kind: str, rng: Random) -> str:
-    """`text` made unsound: one number "removed" (`some`) or "contradicted" (`7 or 9`).
-
-    Works on any text with a number; raises ValueError where there is none, or for another kind.
-    """
-    numbers = list(re.finditer(r"\d+", text))
-    if not numbers:
-        raise ValueError(f"question has no number to break: {text!r}")
-    hit = rng.choice(numbers)
-    if kind == "removed":
-        new = "some"
-    elif kind == "contradicted":
-        new = f"{hit[0]} or {(int(hit[0]) + rng.randrange(1, 9)) % 10}"
-    else:
-        raise ValueError(f"kind must be removed or contradicted, got {kind!r}")
-    return text[: hit.start()] + new + text[hit.end() :]
