@@ -268,6 +268,11 @@ def _cross_problems(c: Any) -> list[str]:
         problems.append("tasks.seeds=(): no seed problems; name at least one file")
     if c.method.candidates + c.method.drawn == 0:
         problems.append("method.candidates=0, method.drawn=0: a step without rows; raise one")
+    if c.method.audits % 2:
+        problems.append(
+            f"method.audits={c.method.audits}: an audited seed gives two rows, whole and broken; "
+            "give an even number"
+        )
     for name, size in (("planner_weights", 2), ("solver_weights", 3)):
         weights = c.method[name]
         if len(weights) != size or not all(

@@ -143,6 +143,21 @@ def test_the_dump_says_where_every_value_comes_from(tmp_path):
     assert rows.keys() == schema.SCHEMA.keys()
 
 
+@pytest.mark.parametrize(("rewards", "form"), [("paper", "role_token"), ("robust", "grouped")])
+def test_the_reward_set_decides_the_advantages_unless_they_are_named(tmp_path, rewards, form):
+    c = schema.validate(changed(method__rewards=rewards))
+    assert c.method.advantage == form
+    schema.dump(c, {}, tmp_path / "config.json")
+    row = json.loads((tmp_path / "config.json").read_text())["method.advantage"]
+    assert row == {"value": form, "source": "default"}
+    named = changed(method__rewards=rewards, method__advantage="role_sequence")
+    assert schema.validate(named).method.advantage == "role_sequence"
+
+
+def test_audits_come_in_pairs():
+    assert "method.audits=3" in problems(method__audits=3)
+
+
 def test_the_page_on_fields_is_fresh():
     page = Path(__file__).parent.parent / "docs" / "config.md"
     assert page.read_text() == schema.markdown(), "run python -m sage_jax.config > docs/config.md"
