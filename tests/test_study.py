@@ -48,10 +48,13 @@ if setting in plan.get("fail", ()):
 path = folder / "metrics.jsonl"
 done = len(path.read_text().splitlines()) if path.exists() else 0
 (folder / "started").touch()
+deadline = time.monotonic() + 20  # nothing outlives a test that failed
 while plan.get("wait_for") and not (folder.parent.parent / plan["wait_for"] / "started").exists():
     time.sleep(0.01)
+    if time.monotonic() > deadline:
+        sys.exit("the other run did not start")
 for step in range(done, steps + 1):
-    while plan.get("endless") and not stopped:
+    while plan.get("endless") and not stopped and time.monotonic() < deadline:
         time.sleep(0.01)
     if stopped:
         (folder / "saved").touch()
@@ -215,7 +218,7 @@ def test_only_finished_runs_count_and_the_others_are_named(tmp_path):
     assert found.steps == 20 and {k: list(v) for k, v in found.runs.items()} == {"full": [0]}
     text = study.page(found, {"full": "nothing changed"}, "the command")
     assert "Not counted: full/1 at 10 of 20 updates; paper/0, paper/1 not started." in text
-    assert "1 runs, seeds 0, 20 updates each; 1.00 h of run time, 2.00 h of CPU:" in text
+    assert "Runs: 1; seeds: 0; updates of each: 20; 1.00 h of run time, 2.00 h of CPU:" in text
     assert text.endswith("    the command\n")
 
 
@@ -314,7 +317,7 @@ def test_a_study_runs_resumes_grows_and_writes_the_same_page_from_its_folders(la
     assert page.read_text() == first
 
     assert launcher.main([*chosen, "--steps=4", "--peak"], runner) == 0
-    assert "4 updates each" in page.read_text() and "Peak of the mean" in page.read_text()
+    assert "updates of each: 4" in page.read_text() and "Peak of the mean" in page.read_text()
     steps = [row["step"] for row in study.read_rows(tmp_path / "study/full/0/metrics.jsonl")]
     assert steps == [0, 1, 2, 3, 4]
 
@@ -330,11 +333,13 @@ def test_a_failed_run_is_told_with_its_log_and_the_rest_goes_on(lab, tmp_path, c
     assert "paper/0: done, accuracy 0.200 -> 0.700" in told.out
     page = (tmp_path / "study" / "study.md").read_text()
     assert "`paper` | 1" in page and "no_critic/0 not started" in page
+    assert launcher.main(chosen, runner) == 1
+    assert capsys.readouterr().err.count("no memory left") == 1  # the earlier attempt is not told
 
 
 def test_jobs_run_at_the_same_time(lab, tmp_path):
     options, runner = lab
-    # The first waits for the second to have begun: one at a time, it would never end.
+    # The first waits for the second to have begun: one at a time, it fails.
     (tmp_path / "config.json").write_text('{"wait_for": "paper/0"}')
     options = launcher.parse([*options, "--settings=full,paper", "--seeds=0", "--jobs=2"])
     with launcher.Signals() as signals:
@@ -354,13 +359,13 @@ def test_a_signal_reaches_the_runs_and_is_waited_for(lab, tmp_path):
     )
     command = [sys.executable, "-c", program, *options, "--settings=full,paper", "--seeds=0"]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env)
     started = tmp_path / "study" / "full" / "0" / "started"
-    deadline = time.monotonic() + 30
-    while not started.exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    process.send_signal(signal.SIGTERM)
-    _, told = process.communicate(timeout=30)
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
+        deadline = time.monotonic() + 30
+        while not started.exists() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, told = process.communicate()
     assert process.returncode == 143, told
     assert started.with_name("saved").exists()
     assert not (tmp_path / "study" / "paper").exists()

@@ -221,9 +221,13 @@ def _effect_panel(
             mean, half = value.mean * column.scale, (value.half or 0) * column.scale
             axes.barh(place, mean - zero, left=zero, height=0.7, color=colour, alpha=0.75)
             for colour, width in (("white", 3), ("#333333", 1.2)):  # seen on dark bars too
-                axes.errorbar(mean, place, xerr=half, color=colour, linewidth=width, capsize=2.5)
+                axes.errorbar(
+                    mean, place, xerr=half, color=colour, linewidth=width, capsize=2.5, zorder=3
+                )
     if start := studies.estimate(rows[0].get(name) for rows in study.all_runs()):
-        axes.axvline(start.mean * column.scale, color="#333333", linestyle=":", linewidth=1.2)
+        at = start.mean * column.scale
+        axes.axvline(at, color="white", linewidth=2.5)
+        axes.axvline(at, color="#333333", linestyle=":", linewidth=1.4)
     axes.axvline(zero, color="#333333", linewidth=0.8)
     axes.set_yticks(range(len(looks)), list(looks))
     axes.set_ylim(len(looks) - 0.5, -0.5)

@@ -338,7 +338,7 @@ def page(
     lines += [f"- `{name}`: {meanings[name]}" for name in study.runs]
     lines += [
         "",
-        f"Figures after {study.steps} updates: mean over seeds ± half-width of the 95 % t-interval "
+        f"Figures after update {study.steps}: mean over seeds ± half-width of the 95 % t-interval "
         "over n seeds. Points gained are the last validation minus the one before training; "
         f"effects and true keys are last values; {ABSENT} is absent (the share of a gain below "
         f"{100 * SMALLEST_GAIN:.0f} points too).",
@@ -368,7 +368,7 @@ def page(
     if study.unfinished:
         lines += [f"Not counted: {'; '.join(study.unfinished)}.", ""]
     lines += [
-        f"{len(study.all_runs())} runs, seeds {seeds}, {study.steps} updates each; "
+        f"Runs: {len(study.all_runs())}; seeds: {seeds}; updates of each: {study.steps}; "
         f"{study.wall_s / 3600:.2f} h of run time, {study.cpu_s / 3600:.2f} h of CPU:",
         "",
         f"    {command}",
