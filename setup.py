@@ -5,6 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).parent
+PLOTS = ["matplotlib>=3.10,<3.12"]
 
 
 def requirements() -> list[str]:
@@ -27,7 +28,9 @@ setup(
         "tpu": ["jax[tpu]"],
         "cuda12": ["jax[cuda12]"],
         "cuda13": ["jax[cuda13]"],
+        "plots": PLOTS,
         "dev": [
+            *PLOTS,
             "pytest-xdist>=3.6,<4",
             "pytest>=8,<10",
             "hypothesis>=6.100,<7",
