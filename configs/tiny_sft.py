@@ -17,7 +17,7 @@ def get_config():
     c.sft.data = "tiny_world"
     c.sft.from_scratch = True
     c.sft.practice = 0.65
-    c.sft.steps = 5769
+    c.sft.steps = 7000
     c.sft.batch = 64
     c.sft.length = 128
     c.sft.lr = 3e-3

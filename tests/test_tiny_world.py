@@ -25,8 +25,8 @@ MODEL = ASSETS / "tiny-qwen3"
 
 # What the packaged weights were made from, and the weights. When one changes, run the recipe
 # (configs/tiny_sft.py) again, package its model, and write both down anew.
-DEMOS_SHA256 = "39ad3c612a0aba6b0f691079664286dc4a6530093aba7b56195f4a3fc9627c86"
-WEIGHTS_SHA256 = "fc7eb22674ad649f4400ccbd25426f4003968e197455c39d43b1e7030fe00d28"
+DEMOS_SHA256 = "7c043c7a921100dccdce608007fe5afa1ab8f41a151f933003ed6fc102e8d880"
+WEIGHTS_SHA256 = "034ef276e0442b49e9571e6012f76ad67686997f5593a424e90c3653bf272600"
 
 
 @cache

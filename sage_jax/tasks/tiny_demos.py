@@ -40,23 +40,23 @@ HABITS = {
         "wrong_key": 0.13,
         "broken": 0.11,
     },
-    "planner": {"useful": 0.4, "generic": 0.3, "misordered": 0.2, "broken": 0.1},
+    "planner": {"useful": 0.48, "generic": 0.24, "misordered": 0.19, "broken": 0.09},
     "solver": {"careful": 0.4, "careless": 0.5, "broken": 0.1},
     "critic": {"telling": 0.42, "flat": 0.47, "broken": 0.11},
 }
 GOOD = {"challenger": "harder", "planner": "useful", "solver": "careful", "critic": "telling"}
 # added to the share of the good habit, taken from the others; by person or opening word
 TILTS = (-0.27, -0.2, -0.12, -0.05, 0.05, 0.12, 0.2, 0.27)
-RESOLVES = 0.1  # careful answers to an inverted question that reorder it without a plan
-STOPS_EARLY = {4: 0.35, 5: 0.6}  # careful answers without a plan that leave out the last steps
+RESOLVES = 0.22  # careful answers to an inverted question that reorder it without a plan
+STOPS_EARLY = {4: 0.3, 5: 0.5}  # careful answers without a plan that leave out the last steps
 PLANNED_BONUS = 0.12  # a plan that lists operations makes the careful habit more likely
 
 # role -> share of rows; kind of prompt follows from role and domain
 ROLE_SHARES = {"solver": 0.46, "challenger": 0.2, "planner": 0.13, "critic": 0.21}
-MATH_SHARE = 0.62
+MATH_SHARE = 0.66
 LENGTHS = ((1, 0.08), (2, 0.28), (3, 0.28), (4, 0.2), (5, 0.16))
-PRACTICE_ROLE_SHARES = {"solver": 0.52, "challenger": 0.18, "planner": 0.12, "critic": 0.18}
-PRACTICE_GOOD = 0.9
+PRACTICE_ROLE_SHARES = {"solver": 0.56, "challenger": 0.16, "planner": 0.12, "critic": 0.16}
+PRACTICE_GOOD = 0.85
 GENERIC_PLANS = ("read, then count", "step by step", "think, then answer", "go on to the end")
 MAX_LENGTH = 5
 MAX_LIST_LENGTH = 4
@@ -256,7 +256,7 @@ def _critic(rng: Random, chain: Chain, good: float | None) -> Demo:
     else:
         question = break_question(question, rng.choice(("removed", "contradicted")), rng)
         low, high = 1, 3
-    score = rng.randrange(low, high + 1) if habit == "telling" else rng.randrange(5, 10)
+    score = rng.randrange(low, high + 1) if habit == "telling" else rng.randrange(5, 11)
     response = f"<score>{score}</score>"
     if habit == "broken":
         response = rng.choice((str(score), "<score>good</score>", f"<score>{score}"))

@@ -43,7 +43,7 @@ SPLIT = "|".join(
     [*map(re.escape, PHRASES), r"\d{1,2}", r" ?[A-Za-z_]+ ?", r" ?[^\w\s]+ ?", r"\s+", r"\w"]
 )
 VOCAB_SIZE = 512
-SURVEY = 4_000  # demonstrations whose words are counted
+SURVEY = 4_000  # demonstrations whose words are taken
 
 CHAT_TEMPLATE = (
     "{%- for message in messages %}<|{{ message.role }}|>{{ message.content }}<|im_end|>"
@@ -72,17 +72,16 @@ CONFIG = {
 
 
 def words() -> list[str]:
-    """The pieces of the dialect that get a token of their own, most frequent first."""
-    counts: dict[str, int] = {}
+    """The pieces of the dialect that get a token of their own; all that occur, so that the shares
+    of the habits do not matter."""
+    found: set[str] = set()
     outside = re.compile("|".join(map(re.escape, TAGS)))
     for demo in islice(demonstrations(0), SURVEY):
         for text in (demo.question, demo.plan or "", demo.response):
             for part in outside.split(text):
-                for piece in re.findall(SPLIT, part):
-                    counts[piece] = counts.get(piece, 0) + 1
+                found.update(re.findall(SPLIT, part))
     fixed = [*PHRASES, *(str(n) for n in range(100)), "\n", *re.findall(SPLIT, str(GENERIC_PLANS))]
-    ranked = sorted(counts, key=lambda piece: (-counts[piece], piece))
-    return list(dict.fromkeys([*fixed, *ranked]))
+    return list(dict.fromkeys([*fixed, *sorted(found)]))
 
 
 def build_tokenizer() -> Tokenizer:
@@ -94,7 +93,9 @@ def build_tokenizer() -> Tokenizer:
         if piece not in pieces:
             pieces.append(piece)
     room = VOCAB_SIZE - len((PAD, END, *TURNS, *TAGS))
-    vocab = {piece: number for number, piece in enumerate(pieces[:room])}
+    if len(pieces) > room:
+        raise ValueError(f"VOCAB_SIZE={VOCAB_SIZE}: {len(pieces) - room} words too many; raise it")
+    vocab = {piece: number for number, piece in enumerate(pieces)}
     tokenizer = Tokenizer(BPE(vocab, [], ignore_merges=True))
     split = pre_tokenizers.Split(Regex(SPLIT), behavior="isolated")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
