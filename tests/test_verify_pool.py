@@ -44,6 +44,24 @@ def test_results_keep_order_and_identical_work_is_done_once(monkeypatch):
         assert len(started) == 4
 
 
+def test_a_large_trainer_does_not_wear_its_workers_out(monkeypatch):
+    """Workers inherit the peak of the process that starts them; each job wore one out."""
+    ballast = bytearray(600 << 20)
+    ballast[:: 1 << 12] = b"x" * (len(ballast) >> 12)
+    made = []
+    init = math_client.MathWorker.__init__
+
+    def count(self):
+        made.append(self)
+        init(self)
+
+    monkeypatch.setattr(math_client.MathWorker, "__init__", count)
+    with Verifier(code=False, workers=1) as verifier:
+        jobs = [math_job(f"j{n}", prediction=f"\\boxed{{{n}}}") for n in range(20)]
+        verifier.run(jobs)
+    assert len(ballast) and len(made) == 1
+
+
 def test_submit_returns_at_once_and_waiting_names_the_ids():
     sleeper = {**GOOD, "solution": "import time\ntime.sleep(1)\ndef f(n):\n    return n + 1\n"}
     with Verifier(workers=1) as verifier:
