@@ -73,7 +73,7 @@ SCHEMA: dict[str, Field] = {
     "valid.samples": Field(4, "samples", "samples an item for valid/accuracy_sampled; 0: off", 0),
     "valid.planned": Field(True, "flag", "also measure Planner, gate and Solver together"),
     "valid.effects": Field(
-        40, "tasks", "tasks and references for effect/*, what each role is worth; 0: off", 0
+        40, "tasks", "tasks for effect/*, what each role is worth, and half as many references", 0
     ),
     "train.steps": Field(200, "steps", "absolute total of updates", 0),
     "checkpoint.every": Field(20, "steps", "save interval; 0: last step only", 0),

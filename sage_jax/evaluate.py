@@ -98,7 +98,7 @@ class Evaluator:
         some = spread(tasks, count)
         plans = self.run(some, effects.uplift_graph(method), 1.0, **hooks)
         audits = self.play(method.audits(some, "valid"), 1.0, **hooks)
-        references = spread(list(pool.seeds.values()), count)
+        references = spread(list(pool.seeds.values()), (count + 1) // 2)
         asked = self.play(effects.proposals(method, references), 1.0, **hooks)
         keys = self.verifier.run(effects.key_jobs(asked))
         return {
