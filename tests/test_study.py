@@ -119,18 +119,20 @@ def test_mean_and_interval_by_hand():
 def test_columns_read_first_and_last_rows():
     run = rows(0.3, 0.6, 0.8, effect__planner=[0.0, 0.1, 0.25], time__total=[60, 3, 5])
     assert study.gain("valid/accuracy")(run) == pytest.approx(0.5)
-    assert study.last("effect/planner")(run) == 0.25
+    assert study.late("effect/planner")(run) == 0.25
+    six = rows(*[0.1] * 7, effect__planner=[9, 9, 9, 9, 0.1, 0.2, 0.6])
+    assert study.late("effect/planner")(six) == pytest.approx(0.3)  # updates 40 to 60 of 60
     assert study.early_share(run) == pytest.approx(0.6)
     assert study.update_seconds(run) == 4  # not the validation before training
 
 
 def test_what_a_run_lacks_is_absent_not_zero_and_not_stale():
     run = rows(0.3, 0.6, 0.8, effect__planner=[0.2, 0.3, None], valid__accuracy_hard=[None, 0, 1])
-    assert study.last("effect/planner")(run) is None  # ten updates old
+    assert study.late("effect/planner")(run) is None
     assert study.gain("valid/accuracy_hard")(run) is None
     assert study.gain("valid/accuracy_sampled")(run) is None
     assert study.update_seconds(run) is None
-    assert study.last("effect/planner")([{"step": 0, "effect/planner": 1.0}]) is None
+    assert study.late("effect/planner")([{"step": 0, "effect/planner": 1.0}]) is None
 
 
 def test_the_share_of_a_gain_that_is_noise_is_absent():
@@ -189,9 +191,9 @@ def test_tables_are_well_formed_and_mark_what_is_absent():
         assert len({line.count("|") for line in table}) == 1, table
     cells = study.main_table(found)[2].strip("| ").split(" | ")
     assert len(cells) == 2 + len(COLUMNS)
-    assert cells[:3] == ["`full`", "1", "+50.0"] and cells[3:] == [*"–––––––", "60", "–"]
+    assert cells[:3] == ["`full`", "1", "+50.0"] and cells[3:] == [*"––––––––", "60", "–"]
     assert study.main_table(found)[3].startswith("| `paper` | 2 | +40.0 (n=1) |")
-    assert study.paired_table(found)[2] == "| `full` − `paper` | 1 | +10.0 | – | – | – |"
+    assert study.paired_table(found)[2] == "| `full` − `paper` | 1 | +10.0 | – | – | – | – |"
     assert study.paired_table(of({"paper": runs["paper"]})) == []
 
 

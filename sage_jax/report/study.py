@@ -19,7 +19,6 @@ ABSENT = "–"
 MINUS = "−"
 FIRST_UPDATES = 10
 SMALLEST_GAIN = 0.05  # below it, the share of a gain is a share of noise
-RECENT = 10  # updates: how old the last value of a metric may be
 
 # Two-sided 95 % quantiles of Student's t for 1 to 30 degrees of freedom. Above 30 the last one is
 # used: the interval is then a little too wide.
@@ -87,14 +86,13 @@ def gain(name: str) -> Callable[[Rows], float | None]:
     return of
 
 
-def last(name: str) -> Callable[[Rows], float | None]:
-    """Newest value among the last RECENT updates."""
+def late(name: str) -> Callable[[Rows], float | None]:
+    """Mean over the last third of the updates: one validation alone is noisy."""
 
     def of(rows: Rows) -> float | None:
-        oldest = max(rows[-1]["step"] - RECENT, 0)
-        return next(
-            (row[name] for row in reversed(rows) if row["step"] > oldest and name in row), None
-        )
+        end = rows[-1]["step"]
+        found = [row[name] for row in rows if row["step"] >= max(2 * end / 3, 1) and name in row]
+        return statistics.fmean(found) if found else None
 
     return of
 
@@ -128,9 +126,10 @@ class Column:
 
 ACCURACY = Column("accuracy, points", gain("valid/accuracy"), signed=True)
 EFFECTS = {
-    "effect/planner": Column("Planner effect, points", last("effect/planner"), signed=True),
-    "effect/critic": Column("Critic effect, AUC", last("effect/critic"), scale=1, digits=2),
-    "effect/challenger": Column("Challenger effect, %", last("effect/challenger")),
+    "effect/planner": Column("Planner effect, points", late("effect/planner"), signed=True),
+    "effect/critic": Column("Critic effect, AUC", late("effect/critic"), scale=1, digits=2),
+    "effect/challenger": Column("Challenger effect, %", late("effect/challenger")),
+    "effect/challenger_yield": Column("Challenger yield, %", late("effect/challenger_yield")),
 }
 COLUMNS = (
     ACCURACY,
@@ -138,7 +137,7 @@ COLUMNS = (
     Column("well-formed, points", gain("valid/accuracy_wellformed"), signed=True),
     Column("hard half, points", gain("valid/accuracy_hard"), signed=True),
     *EFFECTS.values(),
-    Column("true keys, %", last("audit/key_true")),
+    Column("true keys, %", late("audit/key_true")),
     Column(f"gain by update {FIRST_UPDATES}, %", early_share, digits=0),
     Column("s an update", update_seconds, scale=1),
 )
@@ -149,6 +148,7 @@ BEFORE = {
     "Planner effect": "effect/planner",
     "Critic effect": "effect/critic",
     "Challenger effect": "effect/challenger",
+    "Challenger yield": "effect/challenger_yield",
 }
 PAIRED = (ACCURACY, *EFFECTS.values())
 
@@ -340,7 +340,7 @@ def page(
         "",
         f"Figures after update {study.steps}: mean over seeds ± half-width of the 95 % t-interval "
         "over n seeds. Points gained are the last validation minus the one before training; "
-        f"effects and true keys are last values; {ABSENT} is absent (the share of a gain below "
+        f"effects and true keys are means over the last third of the updates; {ABSENT} is absent (the share of a gain below "
         f"{100 * SMALLEST_GAIN:.0f} points too).",
         "",
         *main_table(study),
