@@ -152,6 +152,8 @@ def carry_out(todo: Sequence[Plan], jobs: int, signals: Signals) -> tuple[list[s
 def _start(plan: Plan) -> Live:
     plan.folder.mkdir(parents=True, exist_ok=True)
     with (plan.folder / "log").open("ab") as log:
+        # Before the run can write: both would move.
+        log_start, step = log.tell(), _last_step(plan.folder)
         # A group of its own: Ctrl-C in the terminal reaches this process only, which passes it on.
         process = subprocess.Popen(
             plan.command,
@@ -160,7 +162,7 @@ def _start(plan: Plan) -> Live:
             stderr=subprocess.STDOUT,
             process_group=0,
         )
-        return Live(plan, process, time.monotonic(), log.tell(), _last_step(plan.folder))
+        return Live(plan, process, time.monotonic(), log_start, step)
 
 
 def _ended(live: list[Live]) -> Iterator[tuple[Live, int]]:

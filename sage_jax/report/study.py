@@ -340,8 +340,8 @@ def page(
         "",
         f"Figures after update {study.steps}: mean over seeds ± half-width of the 95 % t-interval "
         "over n seeds. Points gained are the last validation minus the one before training; "
-        f"effects and true keys are means over the last third of the updates; {ABSENT} is absent (the share of a gain below "
-        f"{100 * SMALLEST_GAIN:.0f} points too).",
+        "effects and true keys are means over the last third of the updates; "
+        f"{ABSENT} is absent (the share of a gain below {100 * SMALLEST_GAIN:.0f} points too).",
         "",
         *main_table(study),
         "",
