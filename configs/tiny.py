@@ -35,7 +35,7 @@ def get_config():
     for role in ("challenger", "planner", "solver", "critic"):
         c.rollout.max_new[role] = 64
     c.optim.lr = 5e-4
-    c.optim.micro_rows = 32
-    c.optim.buckets = (48, 64, 80, 96, 128, 160)
+    c.optim.micro_rows = 16
+    c.optim.buckets = (24, 32, 40, 48, 56, 64, 72, 96, 160)
     c.mesh.data = 1
     return c
