@@ -20,7 +20,7 @@ import optax
 
 from sage_jax.core.checkpoint import Checkpoints
 from sage_jax.core.masked import masked_sum
-from sage_jax.core.tokens import Tokens
+from sage_jax.core.tokens import Tokens, resolve
 from sage_jax.learn.pack import MicroBatch, TrainRow, pack
 from sage_jax.learn.score import token_logps
 from sage_jax.models import hf, qwen
@@ -79,16 +79,15 @@ def sft(
     Continues from the last checkpoint in `workdir`. When `should_stop` says so it saves and
     returns None.
     """
-    tokens = Tokens.load(settings.model_path)
     params, cfg = _start(settings)
+    tokens = Tokens.load(settings.model_path)
     tx = make_optimizer(settings)
     state = State(params, tx.init(params))
     accumulate, finish = make_programs(settings, cfg, tx)
     checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
     done = checkpoints.latest or 0
     if done:
-        restored, _ = checkpoints.restore(done, {"state": state})
-        state = State(*restored["state"])
+        state = State(*checkpoints.restore(done, {"state": state})["state"])
     examples = islice(stream(settings, tokens), done * settings.batch, None)
     started, counted = time.monotonic(), 0
     for step in range(done + 1, settings.steps + 1):
@@ -117,8 +116,7 @@ def sft(
 def _start(settings: SftSettings) -> tuple[Any, QwenConfig]:
     if not settings.from_scratch:
         return hf.load(settings.model_path)
-    config = json.loads((Path(settings.model_path) / "config.json").read_text())
-    cfg = QwenConfig.from_hf(config)
+    cfg = hf.read_config(resolve(settings.model_path))
     return qwen.init(cfg, jax.random.key(settings.seed)), cfg
 
 

@@ -1,6 +1,7 @@
 """The loop: resume to the bit, saves on request, stops on machine faults, accounts for its time."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -11,11 +12,10 @@ import pytest
 from sage_jax import modes, train
 from sage_jax.config import ConfigError, base, validate
 from sage_jax.core.checkpoint import Checkpoints
-from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.methods.graph import Cancelled
 from sage_jax.report.metrics import METRICS
 from sage_jax.run import load_tasks, start
-from sage_jax.runtime import load_model, placement
+from sage_jax.runtime import ASSETS, load_model, placement
 from sage_jax.verify import Verdict
 
 STEPS = 3
@@ -240,15 +240,6 @@ def test_more_tasks_a_step_than_there_are_seeds_is_refused_before_the_model_load
         load_tasks(small_config(tiny_asset, method__drawn=499))
 
 
-def remove_host(workdir):
-    shutil.rmtree(workdir / "checkpoints" / str(STEPS) / "host")
-
-
-def halve_host(workdir):
-    path = workdir / "checkpoints" / str(STEPS) / "host" / "metadata"
-    path.write_bytes(path.read_bytes()[:-100])
-
-
 def spoil_metrics(workdir):
     (workdir / "metrics.jsonl").write_text('garbage\n{"step": 1}\n')
 
@@ -258,23 +249,95 @@ def block_checkpoints(workdir):
     (workdir / "checkpoints").write_text("")
 
 
+def spoil_every_host(workdir):
+    for path in (workdir / "checkpoints").glob("*/host/metadata"):
+        path.write_bytes(b"")
+
+
 @pytest.mark.parametrize(
     ("damage", "part"),
     [
-        (remove_host, f"checkpoints/{STEPS}"),
-        (halve_host, f"checkpoints/{STEPS}"),
         (spoil_metrics, "metrics.jsonl:1"),
         (block_checkpoints, "cannot be made a folder"),
+        (spoil_every_host, f"no checkpoint can be read(.|\n)*/{STEPS} is damaged(.|\n)*/2 is dam"),
     ],
 )
 def test_a_damaged_work_directory_is_named_and_left_alone(finished, tmp_path, damage, part):
-    workdir = tmp_path / "run"
-    shutil.copytree(finished[1], workdir)
+    workdir = shutil.copytree(finished[1], tmp_path / "run")
     damage(workdir)
     before = (workdir / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match=part), start(finished[0], workdir, lambda: False):
         pass
     assert (workdir / "metrics.jsonl").read_bytes() == before
+    assert not list(tmp_path.rglob("*_damaged"))
+
+
+def largest_array(checkpoint):
+    files = (p for p in (checkpoint / "params").rglob("*") if p.is_file())
+    return max(files, key=lambda p: p.stat().st_size)
+
+
+DAMAGES = {
+    "no host": lambda c: shutil.rmtree(c / "host"),
+    "half a host": lambda c: (c / "host" / "metadata").write_bytes(b'{"step": 3, "pool": {"se'),
+    "no array": lambda c: largest_array(c).unlink(),
+    "half an array": lambda c: os.truncate(largest_array(c), largest_array(c).stat().st_size // 2),
+    "no manifest": lambda c: (c / "params" / "manifest.ocdbt").unlink(),
+    "no optimizer": lambda c: shutil.rmtree(c / "rest"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_aloud_for_the_one_before(
+    finished, tmp_path, capsys, damage
+):
+    workdir = shutil.copytree(finished[1], tmp_path / "run")
+    damage(workdir / "checkpoints" / str(STEPS))
+    loud = small_config(finished[0].model.path, report__quiet=False)
+    with start(loud, workdir, lambda: False) as run:
+        assert run.step == 2 and len(rows(workdir)) == 3
+    moved = workdir / "checkpoints_damaged" / str(STEPS)
+    err = capsys.readouterr().err
+    assert f"WARNING: {workdir}/checkpoints/{STEPS} is damaged" in err
+    assert f"set aside in {moved}; continues from step 2" in err and moved.is_dir()
+
+
+def test_a_run_that_lost_its_newest_checkpoint_ends_with_the_same_bits(finished, tmp_path):
+    workdir = shutil.copytree(finished[1], tmp_path / "run")
+    DAMAGES["half an array"](workdir / "checkpoints" / str(STEPS))
+    with start(finished[0], workdir, lambda: False) as run:
+        train.train(run)
+    assert modes.newest_step(workdir / "checkpoints") == STEPS
+    assert_same_run(finished, workdir)
+
+
+def test_a_damaged_checkpoint_is_a_clear_error_in_the_modes_that_only_read(finished, tmp_path):
+    workdir = shutil.copytree(finished[1], tmp_path / "run")
+    DAMAGES["no array"](workdir / "checkpoints" / str(STEPS))
+    with pytest.raises(ConfigError, match=f"checkpoints/{STEPS} is damaged.*the one before"):
+        modes.trained_model(job(finished[0], workdir), placement(finished[0]))
+
+
+def test_a_model_of_another_shape_is_refused_with_both_paths(finished, tiny_folder, tmp_path):
+    config, whole, *_ = finished
+    workdir = shutil.copytree(whole, tmp_path / "run")
+    other = small_config(tiny_folder)
+    said = f"model.path='{tiny_folder}'.*written with model.path='{config.model.path}'"
+    with pytest.raises(ConfigError, match=said), start(other, workdir, lambda: False):
+        pass
+    with pytest.raises(ConfigError, match=said):
+        modes.trained_model(job(other, workdir), placement(other))
+    assert rows(workdir) == rows(whole) and not (workdir / "checkpoints_damaged").exists()
+
+
+def test_of_a_model_with_other_weights_the_checkpoint_wins_and_says_so(finished, tmp_path, capsys):
+    folder = shutil.copytree(ASSETS / "tiny-qwen3", tmp_path / "copy")
+    workdir = shutil.copytree(finished[1], tmp_path / "run")
+    with start(small_config(folder, report__quiet=False), workdir, lambda: False) as run:
+        state = jax.device_get(run.state)
+    jax.tree.map(np.testing.assert_array_equal, state, finished[2])
+    err = capsys.readouterr().err
+    assert f"another model.path: '{folder}', not 'asset:tiny-qwen3'; the weights are those" in err
 
 
 def test_another_run_in_the_same_work_directory_is_refused(tiny_asset, tmp_path):
@@ -300,17 +363,6 @@ def test_a_resumed_run_takes_the_seeds_and_pool_settings_it_is_given(finished, c
         assert [*run.pool.admitted] == [row["id"] for row in pool["admitted"]]
     err = capsys.readouterr().err
     assert "another pool.half_life: 3.0, not 50.0" in err and "tasks.seeds" in err
-
-
-def test_all_updates_of_a_step_have_its_learning_rate():
-    settings = UpdateSettings(lr=1.0, schedule="linear", b1=0.0, b2=0.0, clip_norm=0.0)
-    tx = make_optimizer(settings, total_steps=4, updates_per_step=2)
-    params = {"w": np.zeros(1, np.float32)}
-    state, sizes = tx.init(params), []
-    for _ in range(8):
-        updates, state = tx.update({"w": np.ones(1, np.float32)}, state, params)
-        sizes.append(-float(updates["w"][0]))
-    np.testing.assert_allclose(sizes, [1, 1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25], rtol=1e-5)
 
 
 @pytest.mark.parametrize("ids", [tuple(range(100, 130)), (512,)])
