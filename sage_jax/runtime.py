@@ -104,29 +104,17 @@ def load_model(config, place: Placement, *, dtype=jnp.float32) -> Model:
         raise
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path={config.model.path}: {error}") from error
-    _check_vocabulary(config, tokens, cfg.vocab_size)
-    return Model(params, cfg, tokens, folder)
-
-
-def _check_vocabulary(config, tokens: Tokens, size: int) -> None:
-    """ConfigError for ids of tokenizer or stop set that the model does not know."""
-    given = tuple(config.tokens.stop_ids)
+    given, size = tuple(config.tokens.stop_ids), cfg.vocab_size
     if len(tokens.stop_ids) > MAX_STOPS or any(i >= size for i in given):
         raise ConfigError(
             f"tokens.stop_ids={given}: with the model's own {tokens.stop_ids}; at most "
             f"{MAX_STOPS} in all, each below {size}"
         )
-    where = f"model.path={config.model.path}"
-    if tokens.largest_id >= size:
-        raise ConfigError(
-            f"{where}: config.json: vocab_size {size} is too small for the tokenizer, whose ids "
-            f"reach {tokens.largest_id}; take both from the same model"
-        )
-    if max(tokens.stop_ids) >= size:
-        raise ConfigError(
-            f"{where}: generation_config.json (or config.json): eos_token_id "
-            f"{max(tokens.stop_ids)} is outside the vocabulary of {size} ids; correct it"
-        )
+    try:
+        tokens.check_vocabulary(size)
+    except ValueError as error:
+        raise ConfigError(f"model.path={config.model.path}: {error}") from error
+    return Model(params, cfg, tokens, folder)
 
 
 def make_prompts(config) -> PromptSet:

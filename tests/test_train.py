@@ -249,17 +249,11 @@ def block_checkpoints(workdir):
     (workdir / "checkpoints").write_text("")
 
 
-def spoil_every_host(workdir):
-    for path in (workdir / "checkpoints").glob("*/host/metadata"):
-        path.write_bytes(b"")
-
-
 @pytest.mark.parametrize(
     ("damage", "part"),
     [
         (spoil_metrics, "metrics.jsonl:1"),
         (block_checkpoints, "cannot be made a folder"),
-        (spoil_every_host, f"no checkpoint can be read(.|\n)*/{STEPS} is damaged(.|\n)*/2 is dam"),
     ],
 )
 def test_a_damaged_work_directory_is_named_and_left_alone(finished, tmp_path, damage, part):
@@ -269,43 +263,19 @@ def test_a_damaged_work_directory_is_named_and_left_alone(finished, tmp_path, da
     with pytest.raises(ConfigError, match=part), start(finished[0], workdir, lambda: False):
         pass
     assert (workdir / "metrics.jsonl").read_bytes() == before
-    assert not list(tmp_path.rglob("*_damaged"))
 
 
-def largest_array(checkpoint):
+def damage_array(checkpoint):
     files = (p for p in (checkpoint / "params").rglob("*") if p.is_file())
-    return max(files, key=lambda p: p.stat().st_size)
-
-
-DAMAGES = {
-    "no host": lambda c: shutil.rmtree(c / "host"),
-    "half a host": lambda c: (c / "host" / "metadata").write_bytes(b'{"step": 3, "pool": {"se'),
-    "no array": lambda c: largest_array(c).unlink(),
-    "half an array": lambda c: os.truncate(largest_array(c), largest_array(c).stat().st_size // 2),
-    "no manifest": lambda c: (c / "params" / "manifest.ocdbt").unlink(),
-    "no optimizer": lambda c: shutil.rmtree(c / "rest"),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_checkpoint_is_set_aside_aloud_for_the_one_before(
-    finished, tmp_path, capsys, damage
-):
-    workdir = shutil.copytree(finished[1], tmp_path / "run")
-    damage(workdir / "checkpoints" / str(STEPS))
-    loud = small_config(finished[0].model.path, report__quiet=False)
-    with start(loud, workdir, lambda: False) as run:
-        assert run.step == 2 and len(rows(workdir)) == 3
-    moved = workdir / "checkpoints_damaged" / str(STEPS)
-    err = capsys.readouterr().err
-    assert f"WARNING: {workdir}/checkpoints/{STEPS} is damaged" in err
-    assert f"set aside in {moved}; continues from step 2" in err and moved.is_dir()
+    largest = max(files, key=lambda p: p.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
 
 
 def test_a_run_that_lost_its_newest_checkpoint_ends_with_the_same_bits(finished, tmp_path):
     workdir = shutil.copytree(finished[1], tmp_path / "run")
-    DAMAGES["half an array"](workdir / "checkpoints" / str(STEPS))
+    damage_array(workdir / "checkpoints" / str(STEPS))
     with start(finished[0], workdir, lambda: False) as run:
+        assert run.step == 2 and len(rows(workdir)) == 3
         train.train(run)
     assert modes.newest_step(workdir / "checkpoints") == STEPS
     assert_same_run(finished, workdir)
@@ -313,7 +283,7 @@ def test_a_run_that_lost_its_newest_checkpoint_ends_with_the_same_bits(finished,
 
 def test_a_damaged_checkpoint_is_a_clear_error_in_the_modes_that_only_read(finished, tmp_path):
     workdir = shutil.copytree(finished[1], tmp_path / "run")
-    DAMAGES["no array"](workdir / "checkpoints" / str(STEPS))
+    damage_array(workdir / "checkpoints" / str(STEPS))
     with pytest.raises(ConfigError, match=f"checkpoints/{STEPS} is damaged.*the one before"):
         modes.trained_model(job(finished[0], workdir), placement(finished[0]))
 

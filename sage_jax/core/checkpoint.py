@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 METRIC = "valid/accuracy"
@@ -100,8 +101,9 @@ class Checkpoints:
         """How the arrays of the nested dict `tree` differ in shape from those saved under `name`;
         [] when none does. CheckpointError when their description cannot be read."""
         try:
-            stored = self._manager.item_metadata(step)[name].tree
-        except (AttributeError, *READ_FAULTS) as error:
+            folder = epath.Path(self.path(step).absolute()) / name
+            stored = ocp.StandardCheckpointHandler().metadata(folder).tree
+        except READ_FAULTS as error:
             raise CheckpointError(f"{self.path(step)} is damaged ({_brief(error)})") from error
         there, here = ({k: tuple(x.shape) for k, x in _flat(t).items()} for t in (stored, tree))
         return [

@@ -173,6 +173,20 @@ class Tokens:
         self._fitted = self._shortened = 0
         return counts
 
+    def check_vocabulary(self, size: int) -> None:
+        """ValueError when an id of the tokenizer or of the stop set is not below `size`, the
+        vocabulary of the model."""
+        if self.largest_id >= size:
+            raise ValueError(
+                f"config.json: vocab_size {size} is too small for the tokenizer, whose ids reach "
+                f"{self.largest_id}; take both from the same model"
+            )
+        if max(self.stop_ids) >= size:
+            raise ValueError(
+                f"generation_config.json (or config.json): eos_token_id {max(self.stop_ids)} is "
+                f"outside the vocabulary of {size} ids; correct it"
+            )
+
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer and the stop set into `folder`, for `load` and for transformers."""
         folder = Path(folder)
