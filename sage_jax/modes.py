@@ -79,17 +79,26 @@ def run_train(job: Job, stop) -> int:
     with sole_use(job.workdir), start(config, job.workdir, stop) as run:
         schema.dump(config, job.overrides, job.workdir / "config.json")
         log.info(table(run, job.workdir))
+        stopped, failure = False, ""
         try:
             train(run)
         except Cancelled:
-            log.warning(f"saved step {run.step} in {job.workdir}; the same command continues")
-            return TERMINATED
+            stopped = True
         except RunFailure as error:
-            print(f"sage_jax: stopped at step {run.step}: {error}", file=sys.stderr)
-            return 1
+            failure = str(error)
+        saved = run.checkpoints.latest
+    # Below the status line, which ends with the run.
+    if failure:
+        print(f"sage_jax: stopped at step {run.step}: {failure}", file=sys.stderr)
+        return 1
+    if stopped and saved is None:
+        log.warning("stopped before the first step: nothing to save; the same command starts anew")
+    elif stopped:
+        log.warning(f"saved step {run.step} in {job.workdir}; the same command continues")
+    else:
         log.info(f"finished {run.step} steps; results in {job.workdir}")
         log.info(accuracy_summary(run.metrics.path))
-    return 0
+    return TERMINATED if stopped else 0
 
 
 def newest_step(folder: Path) -> int | None:

@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,7 +16,7 @@ from sage_jax.config import ConfigError, base, validate
 from sage_jax.core.checkpoint import Checkpoints
 from sage_jax.methods.graph import Cancelled
 from sage_jax.report.metrics import METRICS
-from sage_jax.run import load_tasks, start
+from sage_jax.run import load_tasks, start, tell_shortened
 from sage_jax.runtime import ASSETS, load_model, placement
 from sage_jax.verify import Verdict
 
@@ -236,7 +238,10 @@ def test_several_updates_on_one_rollout_take_ratios_against_its_start(
 
 
 def test_more_tasks_a_step_than_there_are_seeds_is_refused_before_the_model_loads(tiny_asset):
-    with pytest.raises(ConfigError, match="method.drawn=499.*498.*2 left out"):
+    said = (
+        r"method.drawn=499.*498.*2 left out: they resemble items of valid.path, as .*\('.*'\) does"
+    )
+    with pytest.raises(ConfigError, match=said):
         load_tasks(small_config(tiny_asset, method__drawn=499))
 
 
@@ -360,8 +365,24 @@ def test_a_step_without_a_single_row_stops_the_run(tiny_asset, tmp_path, capsys)
         modes.run_eval(job(config, tmp_path), lambda: False)
 
 
-def test_cancelled_runs_do_not_pass_for_finished_ones(tiny_asset, tmp_path):
+def test_a_stop_before_the_first_step_saves_nothing_and_is_no_finished_run(tiny_asset, tmp_path):
     config = small_config(tiny_asset, train__steps=1)
     with start(config, tmp_path, lambda: True) as run, pytest.raises(Cancelled):
         train.train(run)
-    assert modes.newest_step(tmp_path / "checkpoints") in (None, 0)
+    assert modes.newest_step(tmp_path / "checkpoints") is None
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert modes.run_train(job(config, tmp_path), lambda: True) == modes.TERMINATED
+
+
+def test_prompts_that_are_cut_are_told_once_even_by_a_quiet_run():
+    said = []
+    run: Any = SimpleNamespace(
+        config=base(),
+        told_shortened=False,
+        model=SimpleNamespace(tokens=SimpleNamespace(fitted=lambda: (40, 31))),
+        progress=SimpleNamespace(note=lambda text, quiet: said.append((text, quiet))),
+    )
+    tell_shortened(run)
+    tell_shortened(run)
+    ((text, quiet),) = said
+    assert "31 of 40 prompts were cut to tokens.max_prompt=1024" in text and quiet is False
