@@ -332,7 +332,10 @@ class _ListParser(flags.ArgumentParser):
     def parse(self, argument):
         if isinstance(argument, (tuple, list)):
             return tuple(argument)
-        items = [item.strip().strip("'\"") for item in argument.strip("()[] ").split(",")]
+        text = argument.strip()
+        if text[:1] + text[-1:] in ("()", "[]"):  # only as a pair: train[:500] ends in one too
+            text = text[1:-1]
+        items = [item.strip().strip("'\"") for item in text.split(",")]
         return tuple(self._value(item) for item in items if item)
 
     @staticmethod

@@ -1,12 +1,13 @@
 """The front door: `python -m sage_jax.main --config=FILE --mode=MODE`."""
 
 import os
+import re
 import signal
 import sys
 import threading
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
 from ml_collections import config_flags
 
 from sage_jax import config as schema
@@ -14,7 +15,14 @@ from sage_jax import config as schema
 # Its advice about absent frameworks is not for users of this project.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-MODES = ("train", "sft", "eval", "generate", "score", "export")
+MODES = {
+    "train": "self-evolution in --workdir, or its continuation (needs --config)",
+    "sft": "supervised fine-tuning into WORKDIR/model (needs --config)",
+    "eval": "greedy accuracy of the newest checkpoint of --workdir, or of model.path (--config)",
+    "generate": "samples for the JSON lines of --input, written to --output",
+    "score": "log-probabilities of the tokens of --input, written to --output",
+    "export": "a Hugging Face folder in --output, read back and compared",
+}
 NEEDS_CONFIG = ("train", "sft", "eval")
 NEEDS_FILES = {"generate": ("input", "output"), "score": ("input", "output"), "export": ("output",)}
 
@@ -23,10 +31,26 @@ schema.register_list_parser()
 CONFIG = config_flags.DEFINE_config_file(
     "config", schema.__file__, "Config file; its fields are changed with --config.a.b=value."
 )
-MODE = flags.DEFINE_enum("mode", "train", MODES, "What to do.")
+MODE = flags.DEFINE_enum("mode", "train", list(MODES), "What to do.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Where a run lives (default: runs/<config name>).")
 INPUT = flags.DEFINE_string("input", "", "JSON lines to read (generate, score).")
 OUTPUT = flags.DEFINE_string("output", "", "File or folder to write (generate, score, export).")
+
+HELP_FLAGS = ("help", "helpshort", "helpfull", "h")
+USAGE = "usage: python -m sage_jax.main --config=FILE [--mode=MODE] [--workdir=DIR] [...]"
+EXAMPLES = """\
+examples:
+  python -m sage_jax.main --config=configs/tiny.py --workdir=runs/first
+  python -m sage_jax.main --config=configs/tiny.py --config.seed=1 --config.train.steps=10
+  python -m sage_jax.main --config=configs/qwen0p5b_cpu.py --config.model.path=/models/qwen
+  python -m sage_jax.main --mode=eval --config=configs/tiny.py --workdir=runs/first
+  python -m sage_jax.main --mode=generate --workdir=runs/first --input=in.jsonl --output=out.jsonl
+  python -m sage_jax.main --mode=export --workdir=runs/first --output=exported
+  python -m sage_jax.verify --help
+
+All fields with defaults and meaning: docs/config.md, or python -m sage_jax.config.
+Exit codes: 0 done, 1 some input lines were bad or the run stopped itself, 2 usage or config,
+143 saved on a signal."""
 
 
 class UsageError(ValueError):
@@ -52,9 +76,25 @@ class StopRequest:
         return bool(self.signal)
 
 
+def help_text() -> str:
+    """What --help prints: modes, flags and examples."""
+    own = ("config", "mode", "workdir", "input", "output")
+    width = max(map(len, (*MODES, "config.a.b")))
+    lines = [USAGE, "", "modes:"]
+    lines += [f"  {name:<{width}}  {text}" for name, text in MODES.items()]
+    lines += ["", "flags:"]
+    lines += [f"  --{name:<{width}}  {FLAGS[name].help.split(chr(10))[0]}" for name in own]
+    lines += [f"  --{'config.a.b':<{width}}  Another value for field a.b of the config."]
+    return "\n".join([*lines, "", EXAMPLES])
+
+
+def asks_for_help(argv: list[str]) -> bool:
+    """True when a help flag is among the arguments, with one dash or two."""
+    return any(re.match(rf"--?({'|'.join(HELP_FLAGS)})(=|$)", arg) for arg in argv)
+
+
 def parse(argv: list[str]) -> None:
     """Read the command line. UsageError for what it cannot mean."""
-    app.define_help_flags()
     if unknown := schema.unknown_overrides(argv):
         raise UsageError("\n  ".join(unknown))
     try:
@@ -64,7 +104,9 @@ def parse(argv: list[str]) -> None:
     if rest[1:]:
         raise UsageError(f"unexpected argument {rest[1]!r}; options start with --")
     if MODE.value in NEEDS_CONFIG and not FLAGS["config"].present:
-        raise UsageError(f"--mode={MODE.value} needs --config=FILE, such as configs/tiny.py")
+        raise UsageError(
+            f"--mode={MODE.value} needs --config=FILE, such as configs/tiny.py; --help tells more"
+        )
     path = config_flags.get_config_filename(FLAGS["config"])
     if not Path(path).is_file():
         raise UsageError(f"--config={path}: no such file")
@@ -100,6 +142,9 @@ def main(argv: list[str]) -> int:
     from sage_jax.tasks.sources import SourceError
     from sage_jax.verify import IsolationError
 
+    if asks_for_help(argv[1:]):
+        print(help_text())
+        return 0
     try:
         parse(argv)
         config = schema.validate(CONFIG.value)

@@ -17,8 +17,8 @@ from sage_jax.methods.graph import Cancelled
 from sage_jax.methods.measure import accuracy, all_samples
 from sage_jax.methods.sage import Sage
 from sage_jax.models import hf
-from sage_jax.report.progress import Progress, setup_logging
-from sage_jax.run import start
+from sage_jax.report.progress import Progress, accuracy_summary, setup_logging
+from sage_jax.run import check_fit, start
 from sage_jax.runtime import (
     Model,
     Placement,
@@ -79,16 +79,26 @@ def run_train(job: Job, stop) -> int:
     with sole_use(job.workdir), start(config, job.workdir, stop) as run:
         schema.dump(config, job.overrides, job.workdir / "config.json")
         log.info(table(run, job.workdir))
+        stopped, failure = False, ""
         try:
             train(run)
         except Cancelled:
-            log.warning(f"saved step {run.step} in {job.workdir}; the same command continues")
-            return TERMINATED
+            stopped = True
         except RunFailure as error:
-            print(f"sage_jax: stopped at step {run.step}: {error}", file=sys.stderr)
-            return 1
+            failure = str(error)
+        saved = run.checkpoints.latest
+    # Below the status line, which ends with the run.
+    if failure:
+        print(f"sage_jax: stopped at step {run.step}: {failure}", file=sys.stderr)
+        return 1
+    if stopped and saved is None:
+        log.warning("stopped before the first step: nothing to save; the same command starts anew")
+    elif stopped:
+        log.warning(f"saved step {run.step} in {job.workdir}; the same command continues")
+    else:
         log.info(f"finished {run.step} steps; results in {job.workdir}")
-    return 0
+        log.info(accuracy_summary(run.metrics.path))
+    return TERMINATED if stopped else 0
 
 
 def newest_step(folder: Path) -> int | None:
@@ -120,11 +130,12 @@ def trained_model(job: Job, place: Placement) -> tuple[Model, str]:
         return model, job.config.model.path
     checkpoints = Checkpoints(folder, keep=1 << 30)
     try:
-        arrays, _ = checkpoints.restore(step, {"params": model.params})
+        check_fit(checkpoints, step, model.params, job.config)
+        model.params = checkpoints.restore(step, {"params": model.params})["params"]
     except CheckpointError as error:
-        raise schema.ConfigError(str(error)) from error
-    checkpoints.close()
-    model.params = arrays["params"]
+        raise schema.ConfigError(f"{error}; move it away to use the one before") from error
+    finally:
+        checkpoints.close()
     return model, f"{job.workdir} at step {step}"
 
 
@@ -209,7 +220,10 @@ def run_export(job: Job, stop) -> int:
     """Write a Hugging Face folder and read it back."""
     place = placement(job.config)
     model, origin = trained_model(job, place)
-    hf.export(model.params, model.cfg, job.output, source_dir=model.folder)
+    try:
+        hf.export(model.params, model.cfg, job.output, source_dir=model.folder)
+    except ValueError as error:
+        raise schema.ConfigError(f"--output={job.output}: {error}") from error
     print(f"exported {origin} to {job.output}; read back and equal")
     return 0
 
@@ -234,7 +248,10 @@ def run_sft(job: Job, stop) -> int:
     )
     with sole_use(job.workdir):
         schema.dump(c, job.overrides, job.workdir / "config.json")
-        folder = sft(settings, job.workdir, stop)
+        try:
+            folder = sft(settings, job.workdir, stop)
+        except (OSError, ValueError) as error:
+            raise schema.ConfigError(str(error)) from error
     if folder is None:
         return TERMINATED
     print(f"wrote {folder}")

@@ -40,6 +40,8 @@ from sage_jax.verify import Verifier
 
 SHOWN = ("valid/accuracy", "solve_rate", "difficulty", "pool/size", "loss", "grad_norm")
 
+QUOTED = 70  # characters shown of a question
+
 
 @dataclasses.dataclass
 class Run:
@@ -64,6 +66,7 @@ class Run:
     stop: Callable[[], bool]
     fresh: bool  # nothing has been measured or trained yet
     skipped_in_a_row: int = 0
+    told_shortened: bool = False
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
 
     @contextlib.contextmanager
@@ -104,25 +107,43 @@ def load_tasks(config) -> tuple[list[Task], list[Task]]:
     """Seeds and validation tasks. ConfigError when a step asks for more than there is."""
     seeds = sources.load(config.tasks.seeds)
     valid = sources.load([config.valid.path])
-    kept = make_pool(config, seeds, valid).seeds.values()  # without those met in validation
+    pool = make_pool(config, seeds, valid)
+    kept = pool.seeds.values()  # without those met in validation
     present = {domain: sum(t.domain == domain for t in kept) for domain in DOMAINS}
     if config.method.drawn > len(kept):
         raise ConfigError(
             f"method.drawn={config.method.drawn}: tasks.seeds holds only {len(kept)} problems"
-            f"{_refused(len(seeds) - len(kept))}; lower it or add seeds"
+            f"{_bracketed(refused(pool, seeds, valid))}; lower it or add seeds"
         )
     for domain, share in (("math", config.tasks.math_share), ("code", 1 - config.tasks.math_share)):
         if share > 0 and not present[domain]:
             raise ConfigError(
                 f"tasks.math_share={config.tasks.math_share}: tasks.seeds holds no {domain} "
-                f"problem{_refused(len(seeds) - len(kept))}; add some, or set the share to leave "
-                "that domain out"
+                f"problem{_bracketed(refused(pool, seeds, valid))}; add some, or set the share to "
+                "leave that domain out"
             )
     return seeds, valid
 
 
-def _refused(count: int) -> str:
-    return f" ({count} left out: they resemble items of valid.path)" if count else ""
+def refused(pool: Pool, seeds: list[Task], valid: list[Task]) -> str:
+    """Which seeds the pool left out and why, with one example; "" when it took all of them."""
+    if not pool.refused_seeds:
+        return ""
+    mine, theirs = pool.refused_seeds[0]
+    seed = next(task.question for task in seeds if task.id == mine)
+    item = next(task.question for task in valid if task.id == theirs)
+    return (
+        f"{len(pool.refused_seeds)} left out: they resemble items of valid.path, as {mine} "
+        f"({_start(seed)!r}) does {theirs} ({_start(item)!r})"
+    )
+
+
+def _start(question: str) -> str:
+    return question if len(question) <= QUOTED else question[: QUOTED - 3] + "..."
+
+
+def _bracketed(text: str) -> str:
+    return f" ({text})" if text else ""
 
 
 @contextlib.contextmanager
@@ -154,12 +175,11 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
         tx = make_optimizer(settings, max(config.train.steps, 1), updates)
         state = init_state(model.params, tx, reference=config.optim.kl_coef > 0)
         pool = make_pool(config, seeds, valid)
+        if text := refused(pool, seeds, valid):
+            progress.note(f"tasks.seeds: {text}")
         if not fresh:
             progress.stage(f"restoring step {done}")
-            try:
-                arrays, host = checkpoints.restore(done, _trees(state))
-            except CheckpointError as error:
-                raise ConfigError(str(error)) from error
+            done, arrays, host = restore_newest(checkpoints, state, config, progress)
             state = state._replace(**arrays["rest"], params=arrays["params"])
             pool = Pool.from_json(host["pool"], valid, seeds, **pool.settings)
             for line in _changed(host["config"], config):
@@ -209,11 +229,63 @@ def make_pool(config, seeds: list[Task], valid: list[Task]) -> Pool:
         raise ConfigError(f"tasks.seeds: {error}") from error
 
 
+def restore_newest(
+    checkpoints: Checkpoints, state: TrainState, config, progress: Progress
+) -> tuple[int, dict[str, Any], dict]:
+    """Step, array trees and host facts of the newest checkpoint that can be read.
+
+    Damaged ones before it are set aside, each with a loud line. ConfigError, and nothing is moved,
+    when none can be read, or the newest is of another architecture.
+    """
+    damaged: list[tuple[int, CheckpointError]] = []
+    for step in checkpoints.steps:
+        try:
+            host = checkpoints.host(step)
+            check_fit(checkpoints, step, state.params, config)
+            arrays = checkpoints.restore(step, _trees(state))
+        except CheckpointError as error:
+            damaged.append((step, error))
+            continue
+        for bad, error in damaged:
+            progress.note(
+                f"WARNING: {error}: set aside in {checkpoints.set_aside(bad)}; continues from "
+                f"step {step}, the one before",
+                quiet=False,
+            )
+        return step, arrays, host
+    reasons = "\n  ".join(str(error) for _, error in damaged)
+    raise ConfigError(
+        f"no checkpoint can be read:\n  {reasons}\n  bring back a copy of one, or choose another "
+        "--workdir to start anew"
+    )
+
+
+def check_fit(checkpoints: Checkpoints, step: int, params: dict, config) -> None:
+    """ConfigError when the checkpoint holds parameters of other shapes than model.path gives."""
+    misfits = checkpoints.misfits(step, "params", params)
+    if not misfits:
+        return
+    now, before = config.model.path, checkpoints.host(step)["config"].get("model.path")
+    if now == before:
+        cause = "and so was the checkpoint, but the folder has changed since; bring it back"
+    else:
+        cause = f"the checkpoint was written with model.path={before!r}; give that one"
+    raise ConfigError(
+        f"model.path={now!r}: its parameters do not fit {checkpoints.path(step)} ({misfits[0]}; "
+        f"{len(misfits)} differ): {cause}, or choose another --workdir"
+    )
+
+
 def _changed(before: dict, config) -> list[str]:
     """Fields whose values are not those that the checkpoint was written with."""
     now = json.loads(json.dumps(flatten(config)))
+    reference = " and the KL reference" if config.optim.kl_coef > 0 else ""
+    remarks = {
+        "model.path": "; the weights are those of the checkpoint, only the tokenizer"
+        f"{reference} comes from there"
+    }
     return [
-        f"{name}: {now[name]!r}, not {before.get(name)!r}"
+        f"{name}: {now[name]!r}, not {before.get(name)!r}{remarks.get(name, '')}"
         for name in now
         if now[name] != before.get(name)
     ]
@@ -231,7 +303,22 @@ def report(run: Run, figures: dict) -> None:
     if figures.get("tokens/generated") and seconds["rollout"] > 0:
         row["rates/tokens_per_s"] = figures["tokens/generated"] / seconds["rollout"]
     run.metrics.write(row)
-    run.progress.step(run.step, {k: row[k] for k in SHOWN if row.get(k) is not None})
+    shown = {name: row[name] for name in SHOWN if row.get(name) is not None}
+    run.progress.step(run.step, shown, compiled=run.compiles.new() > 0)
+    tell_shortened(run)
+
+
+def tell_shortened(run: Run) -> None:
+    """A line about prompts that were cut, at the first step that has some."""
+    prompts, cut_short = run.model.tokens.fitted()
+    if cut_short and not run.told_shortened:
+        run.told_shortened = True
+        run.progress.note(
+            f"WARNING: {cut_short} of {prompts} prompts were cut to tokens.max_prompt="
+            f"{run.config.tokens.max_prompt} (tokens.overlong=shorten): raise it, or shorten the "
+            "prompts of method.prompts; said once",
+            quiet=False,
+        )
 
 
 def save(run: Run, accuracy: float | None) -> None:

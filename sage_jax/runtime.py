@@ -93,6 +93,7 @@ def load_model(config, place: Placement, *, dtype=jnp.float32) -> Model:
     """The checkpoint of model.path, sharded straight into place. ConfigError if it is unusable."""
     try:
         folder = resolve(model_path(config.model.path))
+        hf.read_config(folder)  # before transformers sees it, which trusts its numbers
         tokens = Tokens.load(
             folder,
             stop_ids=config.tokens.stop_ids,
@@ -103,11 +104,16 @@ def load_model(config, place: Placement, *, dtype=jnp.float32) -> Model:
         raise
     except (ValueError, OSError) as error:
         raise ConfigError(f"model.path={config.model.path}: {error}") from error
-    if len(tokens.stop_ids) > MAX_STOPS or max(tokens.stop_ids) >= cfg.vocab_size:
+    given, size = tuple(config.tokens.stop_ids), cfg.vocab_size
+    if len(tokens.stop_ids) > MAX_STOPS or any(i >= size for i in given):
         raise ConfigError(
-            f"tokens.stop_ids={tuple(config.tokens.stop_ids)}: with the model's own "
-            f"{tokens.stop_ids}; at most {MAX_STOPS} in all, each below {cfg.vocab_size}"
+            f"tokens.stop_ids={given}: with the model's own {tokens.stop_ids}; at most "
+            f"{MAX_STOPS} in all, each below {size}"
         )
+    try:
+        tokens.check_vocabulary(size)
+    except ValueError as error:
+        raise ConfigError(f"model.path={config.model.path}: {error}") from error
     return Model(params, cfg, tokens, folder)
 
 
@@ -164,8 +170,13 @@ class CompileCounter:
     """Programs compiled by JAX since this was made, the small ones included."""
 
     def __init__(self):
-        self.count = 0
+        self.count = self._told = 0
         jax.monitoring.register_event_duration_secs_listener(self._hear)
+
+    def new(self) -> int:
+        """How many were compiled since this was last asked."""
+        fresh, self._told = self.count - self._told, self.count
+        return fresh
 
     def _hear(self, event: str, duration_secs: float, **kwargs) -> None:
         self.count += event == "/jax/core/compile/backend_compile_duration"

@@ -4,6 +4,7 @@ The loss is the mean negative log-probability of response tokens, the end of tur
 the whole batch. Rows come from scripted demonstrations of the tiny world or from a JSONL file.
 """
 
+import codecs
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +19,9 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sage_jax.core.checkpoint import Checkpoints
+from sage_jax.core.checkpoint import CheckpointError, Checkpoints
 from sage_jax.core.masked import masked_sum
-from sage_jax.core.tokens import Tokens
+from sage_jax.core.tokens import Tokens, resolve
 from sage_jax.learn.pack import MicroBatch, TrainRow, pack
 from sage_jax.learn.score import token_logps
 from sage_jax.models import hf, qwen
@@ -31,6 +32,7 @@ from sage_jax.tasks.task import PublicTask
 from sage_jax.tasks.tiny_demos import Demo, demonstrations
 
 TINY_WORLD = "tiny_world"
+PRINTED_PROBLEMS = 20
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,11 @@ def sft(
     Continues from the last checkpoint in `workdir`. When `should_stop` says so it saves and
     returns None.
     """
+    # The cheap checks first: a bad line should not cost the loading of a model.
+    cfg = hf.read_config(resolve(settings.model_path))
     tokens = Tokens.load(settings.model_path)
+    tokens.check_vocabulary(cfg.vocab_size)
+    examples = stream(settings, tokens)
     params, cfg = _start(settings)
     tx = make_optimizer(settings)
     state = State(params, tx.init(params))
@@ -87,9 +93,13 @@ def sft(
     checkpoints = Checkpoints(workdir / "checkpoints", keep=1)
     done = checkpoints.latest or 0
     if done:
-        restored, _ = checkpoints.restore(done, {"state": state})
-        state = State(*restored["state"])
-    examples = islice(stream(settings, tokens), done * settings.batch, None)
+        try:
+            state = State(*checkpoints.restore(done, {"state": state})["state"])
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}, or of another model than {settings.model_path}; choose another --workdir"
+            ) from error
+    examples = islice(examples, done * settings.batch, None)
     started, counted = time.monotonic(), 0
     for step in range(done + 1, settings.steps + 1):
         micros, count = _batch(list(islice(examples, settings.batch)), settings)
@@ -117,8 +127,7 @@ def sft(
 def _start(settings: SftSettings) -> tuple[Any, QwenConfig]:
     if not settings.from_scratch:
         return hf.load(settings.model_path)
-    config = json.loads((Path(settings.model_path) / "config.json").read_text())
-    cfg = QwenConfig.from_hf(config)
+    cfg = hf.read_config(resolve(settings.model_path))
     return qwen.init(cfg, jax.random.key(settings.seed)), cfg
 
 
@@ -144,9 +153,7 @@ def stream(settings: SftSettings, tokens: Tokens) -> Iterator[Example]:
         )
     else:
         examples = _shuffled(_read(Path(settings.data), settings, tokens), Random(settings.seed))
-    for example in examples:
-        if len(example.prompt) + len(example.response) <= settings.length:
-            yield example
+    return (e for e in examples if len(e.prompt) + len(e.response) <= settings.length)
 
 
 def demo_messages(demo: Demo, prompts: PromptSet) -> list[dict[str, str]]:
@@ -175,18 +182,48 @@ def _read(path: Path, settings: SftSettings, tokens: Tokens) -> list[Example]:
     if not path.is_file():
         raise ValueError(f"sft.data={settings.data!r} is neither {TINY_WORLD!r} nor a JSONL file")
     end, examples, problems = end_of_turn(tokens), [], []
-    for number, line in enumerate(path.read_text().splitlines(), 1):
+    content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
+    for number, line in enumerate(content.split(b"\n"), 1):
+        if not line.strip():
+            continue
         try:
-            row = json.loads(line)
+            row = json.loads(line.decode("utf-8"))
+            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+            if problem := _row_problem(row):
+                raise ValueError(problem)
             examples.append(encode(row["messages"], row["response"], tokens, end))
-        except (ValueError, KeyError, TypeError) as error:
-            problems.append(f"{path}:{number}: needs messages and response ({error!r})")
+        except (ValueError, RecursionError) as error:
+            problems.append(f"{path}:{number}: {error}")
     if problems:
-        raise ValueError("\n".join(problems))
+        more = len(problems) - PRINTED_PROBLEMS
+        shown = problems[:PRINTED_PROBLEMS] + ([f"... and {more} more"] if more > 0 else [])
+        raise ValueError("sft.data: bad lines; mend or delete them\n  " + "\n  ".join(shown))
+    if not examples:
+        raise ValueError(f"sft.data={settings.data!r} holds no rows; give at least one")
     fitting = [e for e in examples if len(e.prompt) + len(e.response) <= settings.length]
     if not fitting:
         raise ValueError(f"{path}: no row fits sft.length={settings.length} tokens; raise it")
+    if len(fitting) < len(examples):
+        logger.warning(
+            f"WARNING: sft.data: {len(examples) - len(fitting)} of {len(examples)} rows are longer "
+            f"than sft.length={settings.length} tokens and left out"
+        )
     return fitting
+
+
+def _row_problem(row: Any) -> str:
+    if not isinstance(row, dict):
+        return f"a row is an object of messages and response, not {row!r:.80}"
+    if not isinstance(row.get("response"), str):
+        return f"response is {row.get('response')!r:.80}: give text"
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not messages:
+        return f"messages is {messages!r:.80}: give a list of at least one"
+    for message in messages:
+        fields = message if isinstance(message, dict) else {}
+        if not all(isinstance(fields.get(name), str) for name in ("role", "content")):
+            return f"messages holds {message!r:.80}: each needs text under role and content"
+    return ""
 
 
 def _shuffled(examples: list[Example], rng: Random) -> Iterator[Example]:

@@ -1,6 +1,7 @@
 """The loop: draw, play, reward, normalise, update, admit, report, evaluate, save."""
 
 import time
+from collections.abc import Callable
 
 import jax
 
@@ -18,10 +19,11 @@ class RunFailure(RuntimeError):
 
 
 def train(run: Run) -> None:
-    """Train until train.steps. Raises Cancelled, after saving, when a stop was asked for."""
+    """Train until train.steps. Raises Cancelled, after saving, when a stop was asked for; in the
+    validation before the first step there is nothing to save."""
     if run.fresh:
         with run.stage("validate"):
-            figures = validate(run)
+            figures = validate(run, stop=run.stop)
         report(run, figures)
     try:
         # Transfers happen in named functions only; the guard sees nothing on a CPU.
@@ -143,9 +145,9 @@ def absorb(run: Run, episodes: list[Episode], step: int) -> dict[str, float]:
     return figures | run.pool.metrics(step)
 
 
-def validate(run: Run) -> dict[str, float | None]:
-    """Held-out figures at the present weights. Not cut short by a stop request: the step it belongs
-    to is only whole with them."""
+def validate(run: Run, **hooks: Callable) -> dict[str, float | None]:
+    """Held-out figures at the present weights. After an update not cut short by a stop request:
+    the step it belongs to is only whole with them."""
     run.load_engine()
     evaluator = Evaluator(run.config, run.engine, run.verifier, run.model.tokens, run.method)
-    return evaluator.figures(run.valid_items, run.pool, stage=run.notice)
+    return evaluator.figures(run.valid_items, run.pool, stage=run.notice, **hooks)

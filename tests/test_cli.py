@@ -13,6 +13,8 @@ import pytest
 from sage_jax import modes
 from sage_jax.config import ConfigError, base, validate
 from sage_jax.core.tokens import Tokens
+from sage_jax.main import MODES, main
+from sage_jax.verify.__main__ import main as verify_main
 
 ROOT = Path(__file__).parent.parent
 
@@ -50,6 +52,7 @@ def offline(mode, folder, tmp_path, rows, **fields):
         (("--config=configs/tiny.py", "--config.optim.lr=-1"), "[0, 1]"),
         (("--config=configs/none.py",), "none.py"),
         (("--mode=train",), "--config=FILE"),
+        ((), "--config=FILE, such as configs/tiny.py; --help tells more"),
         (("--mode=trian", "--config=configs/tiny.py"), "trian"),
         (("--mode=generate", "--output=x"), "--input"),
         (("--mode=score", "--input=missing.jsonl", "--output=x"), "missing.jsonl"),
@@ -67,6 +70,24 @@ def test_a_bad_command_line_ends_with_2_and_one_clear_line(args, part):
     result = run(*args)
     assert result.returncode == 2, result.stderr
     assert part in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    "flag", ["--help", "-h", "--helpshort", "--helpfull", "-help", "--help=true"]
+)
+def test_help_tells_modes_flags_and_examples_and_is_no_error(flag, capsys):
+    assert main(["sage_jax.main", "--config=configs/tiny.py", flag]) == 0
+    out = capsys.readouterr()
+    assert out.out.startswith("usage: python -m sage_jax.main") and not out.err
+    for name in [f"  {mode} " for mode in MODES] + ["--config.a.b", "--workdir", "--mode=export"]:
+        assert name in out.out
+    assert set(MODES) == set(modes.MODES)
+
+
+def test_the_verifiers_command_line_has_help_too(capsys):
+    with pytest.raises(SystemExit) as done:
+        verify_main(["--help"])
+    assert done.value.code == 0 and "--input" in capsys.readouterr().out
 
 
 def test_bad_sources_are_all_named_before_a_model_is_loaded(tmp_path):

@@ -175,7 +175,7 @@ def test_index_that_does_not_match_the_shards_is_an_error(sharded):
     (sharded / hf.INDEX).write_text(json.dumps(index))
     text = problems(sharded)
     assert f"places {moved} in {files[1]}, which does not hold it" in text
-    assert "lists ../model-9.safetensors, which is absent" in text
+    assert "lists '../model-9.safetensors', which is not a file name within" in text
 
 
 def test_an_absent_shard_is_named_with_the_tensors_it_held(sharded):

@@ -34,3 +34,14 @@ def test_gradients_are_clipped_by_their_global_norm_before_adam_sees_them():
 def test_all_bad_settings_are_reported_at_once():
     with pytest.raises(ValueError, match=r"optim.lr=-1.*optim.schedule='step'.*optim.dual_clip=1"):
         UpdateSettings(lr=-1, schedule="step", dual_clip=1.0)
+
+
+def test_all_updates_of_a_step_have_its_learning_rate():
+    settings = UpdateSettings(lr=1.0, schedule="linear", b1=0.0, b2=0.0, clip_norm=0.0)
+    tx = make_optimizer(settings, total_steps=4, updates_per_step=2)
+    params = {"w": np.zeros(1, np.float32)}
+    state, sizes = tx.init(params), []
+    for _ in range(8):
+        updates, state = tx.update({"w": np.ones(1, np.float32)}, state, params)
+        sizes.append(-float(updates["w"][0]))
+    np.testing.assert_allclose(sizes, [1, 1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25], rtol=1e-5)

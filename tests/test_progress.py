@@ -1,12 +1,19 @@
 """What a person sees: one line a step, a heartbeat when stuck, silence when asked for."""
 
 import io
+import json
 import logging
 import threading
 
 import pytest
 
-from sage_jax.report.progress import Progress, duration, logger, setup_logging
+from sage_jax.report.progress import (
+    Progress,
+    accuracy_summary,
+    duration,
+    logger,
+    setup_logging,
+)
 
 
 class Terminal(io.StringIO):
@@ -43,16 +50,51 @@ def test_a_plain_line_a_step_with_figures_and_eta(clock):
     lines = stream.getvalue().splitlines()
     assert len(lines) == 3
     assert lines[0].startswith("step 1/10  solve_rate 0.25  loss 0.1235  60.0 s/step")
-    # The first step compiles: the others alone give 3 s for each of 7 steps left.
+    # The first step compiles: alone it gives no ETA, later it is left out of 3 s x 7 steps.
+    assert lines[0].endswith("ETA after the next step")
     assert lines[2].endswith("4.0 s/step  ETA 21 s")
 
 
 def test_a_resumed_run_counts_only_the_steps_that_are_left(clock):
     stream = io.StringIO()
-    bar = progress(stream, clock, done=7)
-    clock.now += 5
-    bar.step(8, {})
+    bar = progress(stream, clock, done=6)
+    for step, seconds in ((7, 90), (8, 5)):
+        clock.now += seconds
+        bar.step(step, {})
     assert "step 8/10" in stream.getvalue() and "ETA 10 s" in stream.getvalue()
+
+
+def test_the_eta_leaves_out_steps_that_compiled_and_the_validation_before_the_first(clock):
+    stream = io.StringIO()
+    bar = progress(stream, clock)
+    for step, seconds, compiled in ((0, 500, True), (1, 90, True), (2, 30, True), (3, 2, False)):
+        clock.now += seconds
+        bar.step(step, {}, compiled=compiled)
+    before, first, second, third = stream.getvalue().splitlines()
+    assert before.endswith("8 min 20 s") and "ETA" not in before
+    assert first.endswith("ETA after the next step")
+    assert second.endswith("ETA 4 min 00 s")  # nothing better is known than 30 s for each of 8
+    assert third.endswith("ETA 14 s")
+    clock.now += 40
+    bar.step(4, {}, compiled=True)
+    assert stream.getvalue().endswith("40.0 s/step  ETA 12 s\n")
+    clock.now += 2
+    bar.step(10, {})
+    assert stream.getvalue().endswith("step 10/10    2.0 s/step\n")
+
+
+def test_the_closing_line_tells_first_last_and_best_accuracy(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    rows = [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "loss": 1}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert accuracy_summary(path) == "accuracy: not measured in this run"
+    for row, accuracy in zip(rows, (0.25, 0.5, 0.875, 0.875), strict=False):
+        row["valid/accuracy"] = accuracy
+    rows[3]["valid/accuracy"] = 0.75
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert accuracy_summary(path) == (
+        "accuracy 0.2500 -> 0.7500 after 3 updates (best 0.8750 at step 2)"
+    )
 
 
 def test_a_terminal_gets_one_line_that_is_rewritten(clock):
@@ -87,9 +129,7 @@ def test_the_heartbeat_tells_stage_seconds_and_pending_ids(clock):
     clock.now += 11
     bar.beat()
     bar.beat()
-    assert stream.getvalue() == (
-        "verify: 40 s, waiting for 3/s0, 3/s1, 3/s2, 3/s3, 3/s4 and 3 more\n"
-    )
+    assert stream.getvalue() == ("verify: 40 s, waiting for 8: 3/s0, 3/s1, 3/s2, ...\n")
     clock.now += 30
     bar.beat()
     assert stream.getvalue().splitlines()[1].startswith("verify: 1 min 10 s")
@@ -102,7 +142,7 @@ def test_a_long_stage_that_is_named_again_and_again_keeps_beating(clock):
         bar.stage("rollout", lambda i=i: [f"row{i}"])
         clock.now += 1
         bar.beat()
-    assert stream.getvalue() == "rollout: 30 s, waiting for row29\n"
+    assert stream.getvalue() == "rollout: 30 s, waiting for 1: row29\n"
 
 
 def test_news_put_the_heartbeat_off(clock):
@@ -153,8 +193,10 @@ def test_quiet_prints_nothing(clock):
     bar.step(1, {})
     bar.note("saved")
     bar.beat()
-    bar.close()
     assert stream.getvalue() == ""
+    bar.note("WARNING: heard all the same", quiet=False)
+    assert "heard all the same" in stream.getvalue()
+    bar.close()
     assert not any(thread.name == "heartbeat" for thread in threading.enumerate())
 
 

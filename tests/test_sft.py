@@ -116,10 +116,66 @@ def test_rows_longer_than_the_limit_are_left_out(base):
         next(stream(settings(base, length=8), tokens))
 
 
+BAD_ROWS = [
+    ("not json", "Expecting value"),
+    ('{"messages": []}', "response is None"),
+    ({**ROW, "response": 5}, "response is 5: give text"),
+    ({**ROW, "response": ["a"]}, "response is ['a']"),
+    ({**ROW, "messages": []}, "messages is []"),
+    ({**ROW, "messages": "solve"}, "messages is 'solve'"),
+    ({**ROW, "messages": [{"role": "user"}]}, "text under role and content"),
+    ({**ROW, "messages": [{"role": "user", "content": 7}]}, "text under role and content"),
+    ({**ROW, "messages": ["solve"]}, "text under role and content"),
+    ("[1]", "not [1]"),
+    ("null", "not None"),
+    ('{"messages": [{"role": "user", "content": "a"}], "response": "\\ud800"}', "surrogates"),
+    ("[" * 100_000, "recursion"),
+]
+
+
 def test_bad_lines_are_all_named(base, tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text(json.dumps(ROW) + '\n{"messages": []}\nnot json\n')
-    with pytest.raises(ValueError, match=r"rows.jsonl:2(.|\n)*rows.jsonl:3"):
-        next(stream(settings(base, data=str(path)), Tokens.load(base)))
+    lines = [row if isinstance(row, str) else json.dumps(row) for row, _ in BAD_ROWS]
+    path.write_bytes("\n".join([json.dumps(ROW), *lines]).encode() + b"\n\xff\xfe\n")
+    with pytest.raises(ValueError, match="mend or delete") as error:
+        stream(settings(base, data=str(path)), Tokens.load(base))
+    for number, (_, part) in enumerate(BAD_ROWS, 2):
+        assert any(
+            f"rows.jsonl:{number}: " in line and part in line
+            for line in str(error.value).splitlines()
+        ), (number, part)
+    assert f"rows.jsonl:{len(BAD_ROWS) + 2}: 'utf-8'" in str(error.value)
     with pytest.raises(ValueError, match="neither 'tiny_world' nor a JSONL file"):
-        next(stream(settings(base, data=str(tmp_path / "absent")), Tokens.load(base)))
+        stream(settings(base, data=str(tmp_path / "absent")), Tokens.load(base))
+
+
+def test_blank_lines_marks_and_odd_separators_do_no_harm(base, tmp_path):
+    tokens = Tokens.load(base)
+    path = tmp_path / "rows.jsonl"
+    row = {**ROW, "response": "7\u2028"}
+    text = "\ufeff" + json.dumps(row, ensure_ascii=False) + "\r\n\n"
+    path.write_text(text, encoding="utf-8", newline="")
+    assert next(stream(settings(base, data=str(path)), tokens)).response
+    path.write_text("\n \n")
+    with pytest.raises(ValueError, match="holds no rows"):
+        stream(settings(base, data=str(path)), tokens)
+
+
+def test_rows_left_out_for_their_length_are_told(base, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(module.logger, "warning", said.append)
+    path = tmp_path / "rows.jsonl"
+    rows = [ROW, {**ROW, "response": "7" * 100}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert next(stream(settings(base, data=str(path)), Tokens.load(base)))
+    assert said == [
+        "WARNING: sft.data: 1 of 2 rows are longer than sft.length=16 tokens and left out"
+    ]
+
+
+def test_a_bad_line_is_told_before_the_weights_are_read(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_start", lambda settings: pytest.fail("loaded the model"))
+    path = tmp_path / "rows.jsonl"
+    path.write_text("no json\n")
+    with pytest.raises(ValueError, match="rows.jsonl:1"):
+        sft(settings(base, data=str(path)), tmp_path)

@@ -1,6 +1,7 @@
 """Task sources: every accepted form loads, every fault is listed with its place."""
 
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sage_jax.config import _ListParser
 from sage_jax.tasks import sources
 from sage_jax.tasks.sources import SourceError, load
 
@@ -198,3 +200,25 @@ def test_hugging_face_folders_load_by_split(monkeypatch, tmp_path):
     assert (task.id, task.question) == ("7", "What is 1 + 1?")
     assert "choose a split with #: test, train" in problems(f"hf:{tmp_path}")[0]
     assert "no data set there" in problems(f"hf:{tmp_path}/none#train")[0]
+
+
+def test_every_source_on_the_page_about_seeds_is_read_as_it_says():
+    page = (Path(__file__).parents[1] / "docs" / "seeds.md").read_text()
+    table = re.findall(r"^\| `([^`]+[/:][^`]+)` \|", page, re.M)
+    options = re.findall(r"^    --config\.(?:tasks\.seeds|valid\.path)=(.+)$", page, re.M)
+    examples = {
+        text: sources._parse(text)
+        for text in [*table, *(item for text in options for item in _ListParser().parse(text))]
+    }
+    assert len(table) >= 7 and len(options) >= 5
+    for text, spec in examples.items():
+        assert spec.kind == (text.split(":")[0] if re.match(r"\w+:", text) else "jsonl"), text
+        assert not set(spec.location) & set("?#&="), text
+    assert {spec.kind for spec in examples.values()} == {"jsonl", "asset", "tfds", "hf"}
+    sliced = examples["tfds:gsm8k/train[:500]?domain=math&data_dir=/data/tfds"]
+    assert (sliced.location, sliced.split) == ("gsm8k", "train[:500]")
+    mapped = examples["hf:data/math#train?domain=math&question=problem&answer=solution"]
+    assert (mapped.split, mapped.columns["answer"]) == ("train", "solution")
+    assert examples["problems/mine.jsonl#valid"].split == "valid"
+    asset = next(spec for spec in examples.values() if spec.kind == "asset")
+    assert len(load([asset.text])) == 500

@@ -227,3 +227,13 @@ def test_messages_that_the_template_refuses_are_a_clear_error(tmp_path):
     tokens = Tokens.load(make_folder(tmp_path, template=template))
     with pytest.raises(ValueError, match="template refuses.*roles must alternate"):
         tokens.chat([{"role": "user", "content": "a"}])
+
+
+def test_shortened_prompts_are_counted(tokens):
+    long, short = user("x" * 300), user("Hi")
+    limit = len(tokens.chat(short))
+    for messages in (long, short, long):
+        tokens.chat_fit(messages, limit, "shorten")
+    assert tokens.chat_fit(long, limit, "skip") is None
+    assert tokens.fitted() == (4, 2)
+    assert tokens.fitted() == (0, 0)

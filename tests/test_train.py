@@ -1,8 +1,11 @@
 """The loop: resume to the bit, saves on request, stops on machine faults, accounts for its time."""
 
 import json
+import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -11,11 +14,10 @@ import pytest
 from sage_jax import modes, train
 from sage_jax.config import ConfigError, base, validate
 from sage_jax.core.checkpoint import Checkpoints
-from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.methods.graph import Cancelled
 from sage_jax.report.metrics import METRICS
-from sage_jax.run import load_tasks, start
-from sage_jax.runtime import load_model, placement
+from sage_jax.run import load_tasks, start, tell_shortened
+from sage_jax.runtime import ASSETS, load_model, placement
 from sage_jax.verify import Verdict
 
 STEPS = 3
@@ -237,17 +239,11 @@ def test_several_updates_on_one_rollout_take_ratios_against_its_start(
 
 
 def test_more_tasks_a_step_than_there_are_seeds_is_refused_before_the_model_loads(tiny_asset):
-    with pytest.raises(ConfigError, match="method.drawn=499.*498.*2 left out"):
+    said = (
+        r"method.drawn=499.*498.*2 left out: they resemble items of valid.path, as .*\('.*'\) does"
+    )
+    with pytest.raises(ConfigError, match=said):
         load_tasks(small_config(tiny_asset, method__drawn=499))
-
-
-def remove_host(workdir):
-    shutil.rmtree(workdir / "checkpoints" / str(STEPS) / "host")
-
-
-def halve_host(workdir):
-    path = workdir / "checkpoints" / str(STEPS) / "host" / "metadata"
-    path.write_bytes(path.read_bytes()[:-100])
 
 
 def spoil_metrics(workdir):
@@ -262,20 +258,62 @@ def block_checkpoints(workdir):
 @pytest.mark.parametrize(
     ("damage", "part"),
     [
-        (remove_host, f"checkpoints/{STEPS}"),
-        (halve_host, f"checkpoints/{STEPS}"),
         (spoil_metrics, "metrics.jsonl:1"),
         (block_checkpoints, "cannot be made a folder"),
     ],
 )
 def test_a_damaged_work_directory_is_named_and_left_alone(finished, tmp_path, damage, part):
-    workdir = tmp_path / "run"
-    shutil.copytree(finished[1], workdir)
+    workdir = shutil.copytree(finished[1], tmp_path / "run")
     damage(workdir)
     before = (workdir / "metrics.jsonl").read_bytes()
     with pytest.raises(ConfigError, match=part), start(finished[0], workdir, lambda: False):
         pass
     assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+def damage_array(checkpoint):
+    files = (p for p in (checkpoint / "params").rglob("*") if p.is_file())
+    largest = max(files, key=lambda p: p.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+
+
+def test_a_run_that_lost_its_newest_checkpoint_ends_with_the_same_bits(finished, tmp_path):
+    workdir = shutil.copytree(finished[1], tmp_path / "run")
+    damage_array(workdir / "checkpoints" / str(STEPS))
+    with start(finished[0], workdir, lambda: False) as run:
+        assert run.step == 2 and len(rows(workdir)) == 3
+        train.train(run)
+    assert modes.newest_step(workdir / "checkpoints") == STEPS
+    assert_same_run(finished, workdir)
+
+
+def test_a_damaged_checkpoint_is_a_clear_error_in_the_modes_that_only_read(finished, tmp_path):
+    workdir = shutil.copytree(finished[1], tmp_path / "run")
+    damage_array(workdir / "checkpoints" / str(STEPS))
+    with pytest.raises(ConfigError, match=f"checkpoints/{STEPS} is damaged.*the one before"):
+        modes.trained_model(job(finished[0], workdir), placement(finished[0]))
+
+
+def test_a_model_of_another_shape_is_refused_with_both_paths(finished, tiny_folder, tmp_path):
+    config, whole, *_ = finished
+    workdir = shutil.copytree(whole, tmp_path / "run")
+    other = small_config(tiny_folder)
+    said = f"model.path='{tiny_folder}'.*written with model.path='{config.model.path}'"
+    with pytest.raises(ConfigError, match=said), start(other, workdir, lambda: False):
+        pass
+    with pytest.raises(ConfigError, match=said):
+        modes.trained_model(job(other, workdir), placement(other))
+    assert rows(workdir) == rows(whole) and not (workdir / "checkpoints_damaged").exists()
+
+
+def test_of_a_model_with_other_weights_the_checkpoint_wins_and_says_so(finished, tmp_path, capsys):
+    folder = shutil.copytree(ASSETS / "tiny-qwen3", tmp_path / "copy")
+    workdir = shutil.copytree(finished[1], tmp_path / "run")
+    with start(small_config(folder, report__quiet=False), workdir, lambda: False) as run:
+        state = jax.device_get(run.state)
+    jax.tree.map(np.testing.assert_array_equal, state, finished[2])
+    err = capsys.readouterr().err
+    assert f"another model.path: '{folder}', not 'asset:tiny-qwen3'; the weights are those" in err
 
 
 def test_another_run_in_the_same_work_directory_is_refused(tiny_asset, tmp_path):
@@ -303,17 +341,6 @@ def test_a_resumed_run_takes_the_seeds_and_pool_settings_it_is_given(finished, c
     assert "another pool.half_life: 3.0, not 50.0" in err and "tasks.seeds" in err
 
 
-def test_all_updates_of_a_step_have_its_learning_rate():
-    settings = UpdateSettings(lr=1.0, schedule="linear", b1=0.0, b2=0.0, clip_norm=0.0)
-    tx = make_optimizer(settings, total_steps=4, updates_per_step=2)
-    params = {"w": np.zeros(1, np.float32)}
-    state, sizes = tx.init(params), []
-    for _ in range(8):
-        updates, state = tx.update({"w": np.ones(1, np.float32)}, state, params)
-        sizes.append(-float(updates["w"][0]))
-    np.testing.assert_allclose(sizes, [1, 1, 0.75, 0.75, 0.5, 0.5, 0.25, 0.25], rtol=1e-5)
-
-
 @pytest.mark.parametrize("ids", [tuple(range(100, 130)), (512,)])
 def test_stop_ids_that_the_engine_cannot_hold_are_refused_with_the_model(tiny_asset, ids):
     config = small_config(tiny_asset, tokens__stop_ids=ids)
@@ -339,8 +366,24 @@ def test_a_step_without_a_single_row_stops_the_run(tiny_asset, tmp_path, capsys)
         modes.run_eval(job(config, tmp_path), lambda: False)
 
 
-def test_cancelled_runs_do_not_pass_for_finished_ones(tiny_asset, tmp_path):
+def test_a_stop_before_the_first_step_saves_nothing_and_is_no_finished_run(tiny_asset, tmp_path):
     config = small_config(tiny_asset, train__steps=1)
     with start(config, tmp_path, lambda: True) as run, pytest.raises(Cancelled):
         train.train(run)
-    assert modes.newest_step(tmp_path / "checkpoints") in (None, 0)
+    assert modes.newest_step(tmp_path / "checkpoints") is None
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert modes.run_train(job(config, tmp_path), lambda: True) == modes.TERMINATED
+
+
+def test_prompts_that_are_cut_are_told_once_even_by_a_quiet_run():
+    said = []
+    run: Any = SimpleNamespace(
+        config=base(),
+        told_shortened=False,
+        model=SimpleNamespace(tokens=SimpleNamespace(fitted=lambda: (40, 31))),
+        progress=SimpleNamespace(note=lambda text, quiet: said.append((text, quiet))),
+    )
+    tell_shortened(run)
+    tell_shortened(run)
+    ((text, quiet),) = said
+    assert "31 of 40 prompts were cut to tokens.max_prompt=1024" in text and quiet is False

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
+from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
 
 METRIC = "valid/accuracy"
+READ_FAULTS = (KeyError, OSError, TypeError, ValueError)
 
 
 class CheckpointError(ValueError):
@@ -50,6 +52,11 @@ class Checkpoints:
         return self._manager.latest_step()
 
     @property
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, newest first."""
+        return sorted(self._manager.all_steps(), reverse=True)
+
+    @property
     def best(self) -> int | None:
         """Step of the checkpoint with the best validation accuracy, None if none was measured."""
         return self._manager.best_step()
@@ -66,24 +73,55 @@ class Checkpoints:
         )
         self._manager.wait_until_finished()
 
-    def restore(self, step: int, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict]:
-        """The named trees of `step`, placed as their abstract ones say (any mesh), and the host
-        facts. Trees that are not named are not read.
+    def host(self, step: int) -> dict:
+        """The host facts of `step`. CheckpointError when they cannot be read."""
+        return self._read(step, {"host": ocp.args.JsonRestore()})["host"]
 
-        CheckpointError when parts are missing or of another shape; damage inside an array shows
-        as whatever its reader raises.
+    def restore(self, step: int, arrays: dict[str, Any]) -> dict[str, Any]:
+        """The named trees of `step`, placed as their abstract ones say (any mesh). Trees that are
+        not named are not read. CheckpointError when parts are missing, damaged or of another shape.
         """
         items = {name: ocp.args.StandardRestore(abstract(tree)) for name, tree in arrays.items()}
+        restored = self._read(step, items)
+        return {name: restored[name] for name in arrays}
+
+    def _read(self, step: int, items: dict[str, Any]) -> Any:
         try:
-            restored = self._manager.restore(
-                step, args=ocp.args.Composite(**items, host=ocp.args.JsonRestore())
-            )
-        except (KeyError, OSError, ValueError) as error:
-            raise CheckpointError(
-                f"{self._folder / str(step)}: cannot be restored for this model and optimizer "
-                f"({error}); if it is damaged, delete it to go on from the one before"
-            ) from error
-        return {name: restored[name] for name in arrays}, restored["host"]
+            return self._manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:
+            # Orbax itself raises a bare Exception where a file of an array is absent or cut.
+            if type(error) is Exception or isinstance(error, READ_FAULTS):
+                raise CheckpointError(f"{self.path(step)} is damaged ({_brief(error)})") from error
+            raise
+
+    def path(self, step: int) -> Path:
+        return self._folder / str(step)
+
+    def misfits(self, step: int, name: str, tree: dict) -> list[str]:
+        """How the arrays of the nested dict `tree` differ in shape from those saved under `name`;
+        [] when none does. CheckpointError when their description cannot be read."""
+        try:
+            folder = epath.Path(self.path(step).absolute()) / name
+            stored = ocp.StandardCheckpointHandler().metadata(folder).tree
+        except READ_FAULTS as error:
+            raise CheckpointError(f"{self.path(step)} is damaged ({_brief(error)})") from error
+        there, here = ({k: tuple(x.shape) for k, x in _flat(t).items()} for t in (stored, tree))
+        return [
+            f"{key} is {there.get(key, 'absent')} there and {here.get(key, 'absent')} here"
+            for key in sorted(there.keys() | here.keys())
+            if there.get(key) != here.get(key)
+        ]
+
+    def set_aside(self, step: int) -> Path:
+        """Move a damaged checkpoint out of the way, so that its step can be saved again; returns
+        its new place."""
+        folder = self._folder.with_name(f"{self._folder.name}_damaged")
+        folder.mkdir(exist_ok=True)
+        number = sum(1 for _ in folder.glob(f"{step}*"))
+        target = folder / (f"{step}_{number}" if number else str(step))
+        self.path(step).rename(target)
+        self._manager.reload()
+        return target
 
     def close(self) -> None:
         self._manager.close()
@@ -92,3 +130,13 @@ class Checkpoints:
 def abstract(state: Any) -> Any:
     """Shapes, dtypes and shardings of a state, without its values."""
     return jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+
+
+def _flat(tree: Any) -> dict[str, Any]:
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in leaves}
+
+
+def _brief(error: BaseException) -> str:
+    text = str(error.__cause__ or error).strip() or type(error).__name__
+    return text.splitlines()[0][:200]

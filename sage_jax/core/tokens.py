@@ -8,8 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 from huggingface_hub import snapshot_download
-from jinja2 import TemplateError
-from transformers import AutoTokenizer
+from jinja2 import TemplateError, TemplateSyntaxError
+
+from sage_jax.core.model_files import REMEDY, load_tokenizer, read_object
 
 Message = Mapping[str, str]
 
@@ -22,6 +23,9 @@ PLAIN_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant:{% endif %}"
 )
+
+# What the Python inside a template can raise beside its own errors.
+TEMPLATE_FAULTS = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError)
 
 
 def resolve(path_or_hub_id: str | Path) -> Path:
@@ -54,7 +58,8 @@ class Tokens:
     """A tokenizer with everything the rest needs to know of it.
 
     `stop_ids` are all ids that end a completion, ascending; `pad_id` fills rows (masks come from
-    lengths, so it may equal a stop id); `vocab_size` counts the tokenizer's ids, added ones too.
+    lengths, so it may equal a stop id); `vocab_size` counts the tokenizer's ids, added ones too,
+    and none is above `largest_id`.
     """
 
     def __init__(
@@ -67,13 +72,16 @@ class Tokens:
         self._tokenizer = tokenizer
         self._generation_config = dict(generation_config)
         self._enable_thinking = enable_thinking
-        self._template = tokenizer.chat_template
+        vocabulary = tokenizer.get_vocab()
+        self._template = _template(tokenizer.chat_template)
         if self._template is None:
-            chatml = {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.get_vocab())
+            chatml = {"<|im_start|>", "<|im_end|>"} <= set(vocabulary)
             self._template = CHATML_TEMPLATE if chatml else PLAIN_TEMPLATE
         added = tokenizer.added_tokens_decoder.values()
         self._special_text = [token.content for token in added if token.special]
         self.vocab_size: int = len(tokenizer)
+        self._fitted = self._shortened = 0
+        self.largest_id: int = max(vocabulary.values(), default=-1)
         self.stop_ids: tuple[int, ...] = self._stop_set(stop_ids)
         pad_id = tokenizer.pad_token_id
         self.pad_id: int = self.stop_ids[0] if pad_id is None else pad_id
@@ -90,23 +98,24 @@ class Tokens:
 
         `stop_ids` join the stop set. `enable_thinking` goes to the chat template: Qwen3 templates
         answer False with an empty think block in the prompt, whose tokens a Qwen3 *base* model has
-        never been trained on; give True there. ValueError when the folder holds no tokenizer, or
-        when no stop id is known.
+        never been trained on; give True there. ValueError when the folder holds no tokenizer or a
+        damaged one, or when no stop id is known.
         """
         folder = resolve(path)
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(
-                folder, local_files_only=True, trust_remote_code=False
-            )
-        except (OSError, ValueError) as error:
-            raise ValueError(f"no usable tokenizer in {folder}: {error}") from error
         generation_config: dict[str, Any] = {}
         # transformers derives the generation config from config.json where the former is absent.
         for name in ("generation_config.json", "config.json"):
             if (folder / name).is_file():
-                generation_config = json.loads((folder / name).read_text())
+                generation_config = read_object(folder / name)
+                _check_eos(folder / name, generation_config.get("eos_token_id"))
                 break
-        return cls(tokenizer, generation_config, stop_ids, enable_thinking)
+        tokens = cls(load_tokenizer(folder), generation_config, stop_ids, enable_thinking)
+        try:
+            tokens.chat([{"role": "user", "content": "a"}])
+        except ValueError as error:
+            if isinstance(error.__cause__, TemplateSyntaxError):
+                raise ValueError(f"{folder}: {error}; {REMEDY}") from error
+        return tokens
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, with no special tokens added."""
@@ -144,6 +153,7 @@ class Tokens:
             raise ValueError(f"prompt policy {policy!r}: choose 'error', 'shorten' or 'skip'")
         cleaned = [{**m, "content": self._without_special(m["content"])} for m in messages]
         ids = self._render(cleaned)
+        self._fitted += 1
         if len(ids) <= max_tokens:
             return ids
         if policy == "skip":
@@ -153,7 +163,29 @@ class Tokens:
                 f"prompt of {len(ids)} tokens exceeds the limit of {max_tokens}: raise the limit, "
                 "or choose the policy 'shorten' or 'skip'"
             )
+        self._shortened += 1
         return self._shorten(cleaned, max_tokens)
+
+    def fitted(self) -> tuple[int, int]:
+        """Prompts that went through `chat_fit` since this was last asked, and how many of them it
+        shortened."""
+        counts = self._fitted, self._shortened
+        self._fitted = self._shortened = 0
+        return counts
+
+    def check_vocabulary(self, size: int) -> None:
+        """ValueError when an id of the tokenizer or of the stop set is not below `size`, the
+        vocabulary of the model."""
+        if self.largest_id >= size:
+            raise ValueError(
+                f"config.json: vocab_size {size} is too small for the tokenizer, whose ids reach "
+                f"{self.largest_id}; take both from the same model"
+            )
+        if max(self.stop_ids) >= size:
+            raise ValueError(
+                f"generation_config.json (or config.json): eos_token_id {max(self.stop_ids)} is "
+                f"outside the vocabulary of {size} ids; correct it"
+            )
 
     def save(self, folder: str | Path) -> None:
         """Write the tokenizer and the stop set into `folder`, for `load` and for transformers."""
@@ -162,7 +194,7 @@ class Tokens:
         known = {k: v for k, v in self._generation_config.items() if k != "architectures"}
         path = folder / "generation_config.json"
         if path.is_file():
-            known = json.loads(path.read_text())
+            known = read_object(path)
         ids = {"eos_token_id": list(self.stop_ids), "pad_token_id": self.pad_id}
         path.write_text(json.dumps({**known, **ids}, indent=2) + "\n")
 
@@ -175,7 +207,7 @@ class Tokens:
                 add_generation_prompt=True,
                 enable_thinking=self._enable_thinking,
             )
-        except TemplateError as error:
+        except (TemplateError, *TEMPLATE_FAULTS) as error:
             raise ValueError(f"the chat template refuses these messages: {error}") from error
         return self.encode(text)
 
@@ -211,10 +243,11 @@ class Tokens:
 
     def _stop_set(self, override: Sequence[int] | None) -> tuple[int, ...]:
         configured = self._generation_config.get("eos_token_id")
-        ids = {self._tokenizer.eos_token_id, *(override or ())}
-        ids |= set(configured) if isinstance(configured, list) else {configured}
-        ids.discard(None)
-        bad = [i for i in ids if not isinstance(i, int) or i < 0]
+        listed = configured if isinstance(configured, list) else [configured]
+        ids = {
+            i for i in (self._tokenizer.eos_token_id, *(override or ()), *listed) if i is not None
+        }
+        bad = [i for i in ids if type(i) is not int or i < 0]
         if bad:
             raise ValueError(f"stop ids {bad} are not token ids: give integers from 0 up")
         if not ids:
@@ -223,3 +256,20 @@ class Tokens:
                 "give stop_ids"
             )
         return tuple(sorted(ids))
+
+
+def _check_eos(path: Path, value: Any) -> None:
+    listed = value if isinstance(value, list) else [value]
+    if any(i is not None and (type(i) is not int or i < 0) for i in listed):
+        raise ValueError(
+            f"{path}: eos_token_id {value!r:.80} is not a token id or a list of them; correct it"
+        )
+
+
+def _template(stored: Any) -> str | None:
+    """The one template of a tokenizer: of several with names, 'default'."""
+    if isinstance(stored, dict):
+        stored = stored.get("default")
+    if stored is None or isinstance(stored, str):
+        return stored
+    raise ValueError(f"tokenizer_config.json: chat_template {stored!r:.80} is not text; correct it")

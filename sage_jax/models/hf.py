@@ -18,11 +18,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from sage_jax.core.mesh import Layout
+from sage_jax.core.model_files import REMEDY, read_object
 from sage_jax.core.tokens import resolve
 from sage_jax.models.qwen import Param, Params, param_table
 from sage_jax.models.qwen_config import QwenConfig
 
 INDEX = "model.safetensors.index.json"
+PRINTED_PROBLEMS = 30
 DTYPES = ("F32", "BF16", "F16")
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -46,20 +48,20 @@ def load(
     shards and index entries that do not match, unsupported config fields.
     """
     folder = resolve(path)
-    cfg = QwenConfig.from_hf(_read_json(folder / "config.json"))
+    cfg = read_config(folder)
     table = param_table(cfg)
     stored = _find(folder, table, cfg)
     flat = {name: _place(p, stored, dtype, layout) for name, p in table.items()}
     return unflatten_dict(flat, sep="."), cfg
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}: not a Hugging Face model folder")
+def read_config(folder: Path) -> QwenConfig:
+    """The architecture in a folder's config.json. ValueError naming file, fields and values."""
+    content = read_object(folder / "config.json")
     try:
-        return json.loads(path.read_text())
+        return QwenConfig.from_hf(content)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from error
+        raise ValueError(f"{folder}: {error}") from error
 
 
 def _hf_names(param: Param) -> list[str]:
@@ -95,7 +97,7 @@ def _find(folder: Path, table: dict[str, Param], cfg: QwenConfig) -> dict[str, _
                     for name, part in parts.items()
                 }
         except (OSError, SafetensorError) as error:
-            problems.append(f"{file.name} cannot be read: {error}")
+            problems.append(f"{file.name} cannot be read ({error}): {REMEDY}")
             continue
         for name in sorted(set(new) & set(found)):
             problems.append(f"{name} is in both {found[name].file.name} and {file.name}")
@@ -125,7 +127,9 @@ def _find(folder: Path, table: dict[str, Param], cfg: QwenConfig) -> dict[str, _
         elif not name.endswith("rotary_emb.inv_freq"):  # a constant in old checkpoints
             problems.append(f"{name} is not a parameter of a {cfg.model_type} model")
     if problems:
-        raise ValueError(f"weights of {folder}:\n  " + "\n  ".join(problems))
+        more = len(problems) - PRINTED_PROBLEMS
+        shown = problems[:PRINTED_PROBLEMS] + ([f"... and {more} more"] if more > 0 else [])
+        raise ValueError(f"weights of {folder}:\n  " + "\n  ".join(shown))
     return found
 
 
@@ -135,9 +139,18 @@ def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str], list[str]]:
     if not (folder / INDEX).is_file():
         problem = "no *.safetensors file: other formats are not read, convert the checkpoint"
         return present, {}, [] if present else [problem]
-    index = _read_json(folder / INDEX).get("weight_map", {})
+    index = read_object(folder / INDEX).get("weight_map")
+    if not isinstance(index, dict) or not all(isinstance(f, str) for f in index.values()):
+        problem = f"{INDEX}: weight_map {index!r:.80} does not map tensors to file names; {REMEDY}"
+        return [], {}, [problem]
     listed = sorted(set(index.values()))
-    problems = [f"{INDEX} lists {f}, which is absent" for f in listed if folder / f not in present]
+    problems = [
+        f"{INDEX} lists {f!r}, which is not a file name within the folder; correct the index"
+        if Path(f).name != f
+        else f"{INDEX} lists {f}, which is absent; {REMEDY}"
+        for f in listed
+        if folder / f not in present
+    ]
     if "model.safetensors" not in listed and folder / "model.safetensors" in present:
         problems.append(f"both model.safetensors and {INDEX} are there: remove the stale one")
     return [file for file in present if file.name in listed], index, problems
@@ -215,7 +228,7 @@ def export(
             if written[hf_name].read(hf_name).tobytes() != value.tobytes():
                 raise OSError(f"{hf_name} reads back different from {out}")
     # Last, because a folder without it does not load: a killed export cannot pass for a whole one.
-    base = {} if source is None else _read_json(source / "config.json")
+    base = {} if source is None else read_object(source / "config.json")
     stored = jnp.dtype(dtype or flat["embed"].dtype).name
     base = {k: v for k, v in base.items() if k not in ("dtype", "rope_scaling")}
     _write_json(out / "config.json", {**base, **cfg.to_hf(), "torch_dtype": stored})

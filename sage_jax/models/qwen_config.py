@@ -4,14 +4,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-)
+_LARGEST = 2**31 - 1
+# Sizes: the largest that can be meant. One layer more is some 20 more tensors to look for.
+_REQUIRED = {
+    "vocab_size": _LARGEST,
+    "hidden_size": _LARGEST,
+    "intermediate_size": _LARGEST,
+    "num_hidden_layers": 1000,
+    "num_attention_heads": _LARGEST,
+    "num_key_value_heads": _LARGEST,
+}
+_OPTIONAL = {"head_dim": _LARGEST, "max_position_embeddings": _LARGEST}
+_FLAGS = ("tie_word_embeddings", "use_sliding_window", "attention_bias")
+_OBJECTS = ("rope_scaling", "rope_parameters")
 
 
 @dataclass(frozen=True)
@@ -46,15 +51,16 @@ class QwenConfig:
     def from_hf(cls, config: Mapping[str, Any]) -> "QwenConfig":
         """Config from the contents of a Hugging Face config.json.
 
-        ValueError listing every field that is missing, or that would change the mathematics in a
-        way this model does not follow.
+        ValueError listing every field that is missing or holds what cannot be, or else that would
+        change the mathematics in a way this model does not follow.
         """
+        if problems := _impossible(config):
+            raise ValueError("config.json: " + "; ".join(problems))
         problems = _unsupported(config)
-        rope = config.get("rope_parameters") or {}
-        theta = rope.get("rope_theta", config.get("rope_theta"))
-        if theta is None:
-            problems.append("rope_theta is missing")
         problems += [f"{field} is missing" for field in _REQUIRED if config.get(field) is None]
+        theta = _rope_theta(config)
+        if theta is None:
+            problems.append("rope_theta is missing: give the base of the rotary embedding")
         if problems or theta is None:
             raise ValueError("config.json: " + "; ".join(problems))
         qwen3 = config["model_type"] == "qwen3"
@@ -72,11 +78,11 @@ class QwenConfig:
                 config.get("head_dim") or (128 if qwen3 else config["hidden_size"] // heads)
             ),
             rope_theta=float(theta),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rms_norm_eps=float(config.get("rms_norm_eps") or 1e-6),
             tie_embeddings=bool(config.get("tie_word_embeddings", False)),
             attention_bias=not qwen3,
             qk_norm=qwen3,
-            max_position=int(config.get("max_position_embeddings", 32768)),
+            max_position=int(config.get("max_position_embeddings") or 32768),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -103,6 +109,53 @@ class QwenConfig:
         } | ({"attention_bias": False} if self.model_type == "qwen3" else {})
 
 
+def _rope_theta(config: Mapping[str, Any]) -> Any:
+    nested = (config.get("rope_parameters") or {}).get("rope_theta")
+    return config.get("rope_theta") if nested is None else nested
+
+
+def _impossible(config: Mapping[str, Any]) -> list[str]:
+    """Fields of a wrong type, or with a value that no model can have; null counts as absent."""
+    given = {name: value for name, value in config.items() if value is not None}
+    found = [
+        f"{name} is {given[name]!r:.40}: give an object"
+        for name in _OBJECTS
+        if not isinstance(given.get(name, {}), Mapping)
+    ]
+    if found:
+        return found
+    found = [
+        f"{name} is {given[name]!r:.40}: give an integer from 1 to {largest}"
+        for name, largest in (_REQUIRED | _OPTIONAL).items()
+        if name in given and not (type(given[name]) is int and 1 <= given[name] <= largest)
+    ]
+    found += [
+        f"{name} is {given[name]!r:.40}: give true or false"
+        for name in _FLAGS
+        if type(given.get(name, False)) is not bool
+    ]
+    numbers = {
+        "rms_norm_eps": (given.get("rms_norm_eps"), 1),
+        "rope_theta": (_rope_theta(given), 1e30),
+    }
+    found += [
+        f"{name} is {value!r:.40}: give a number between 0 and {limit:g}"
+        for name, (value, limit) in numbers.items()
+        if value is not None and not (type(value) in (int, float) and 0 < value < limit)
+    ]
+    layer_types = given.get("layer_types", [])
+    if not isinstance(layer_types, list) or not all(isinstance(x, str) for x in layer_types):
+        found.append(f"layer_types is {layer_types!r:.40}: give a list of names")
+    if not found and "head_dim" not in given and given.get("model_type") == "qwen2":
+        size, heads = given.get("hidden_size", 0), given.get("num_attention_heads", 1)
+        if size % heads:
+            found.append(
+                f"hidden_size {size} is not a multiple of num_attention_heads {heads}: correct "
+                "one, or give head_dim"
+            )
+    return found
+
+
 def _unsupported(config: Mapping[str, Any]) -> list[str]:
     """Fields of a config.json, with their values, that ask for other mathematics."""
     found = []
@@ -111,7 +164,7 @@ def _unsupported(config: Mapping[str, Any]) -> list[str]:
     if config.get("use_sliding_window"):
         found.append("use_sliding_window true is not supported")
     if set(config.get("layer_types") or ()) - {"full_attention"}:
-        found.append(f"layer_types {config['layer_types']} has other than 'full_attention'")
+        found.append(f"layer_types {config['layer_types']!r:.80} has other than 'full_attention'")
     if config.get("hidden_act", "silu") != "silu":
         found.append(f"hidden_act {config['hidden_act']!r} is not 'silu'")
     if config.get("attention_dropout"):

@@ -1,15 +1,18 @@
 """What a person sees while training runs: one line a step, and a heartbeat when nothing moves."""
 
+import json
 import logging
+import math
 import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import TextIO
 
-PENDING_SHOWN = 5
+PENDING_SHOWN = 3
 RATE_STEPS = 20  # steps whose mean duration gives the ETA
 
 logger = logging.getLogger("sage_jax")
@@ -48,11 +51,13 @@ class Progress:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._total, self._done = total, done
+        self._updates = 0  # of this process
         self._stream = stream or sys.stderr
         self._quiet = quiet
         self._terminal = self._stream.isatty()
         self._clock = clock
-        self._durations: deque[float] = deque(maxlen=RATE_STEPS)
+        self._clean: deque[float] = deque(maxlen=RATE_STEPS)  # seconds of steps without compiling
+        self._shortest = math.inf
         self._width = 0
         self._status = ""
         self._lock = threading.Lock()
@@ -75,23 +80,33 @@ class Progress:
             if name != self._stage:
                 self._stage, self._stage_start = name, self._clock()
 
-    def step(self, step: int, shown: Mapping[str, float]) -> None:
-        """Reports a finished step with the figures to show beside it."""
+    def step(self, step: int, shown: Mapping[str, float], *, compiled: bool = False) -> None:
+        """Reports a finished step with the figures to show beside it. Steps in which programs were
+        `compiled`, and the first of this process in any case, say nothing about the pace."""
         now = self._clock()
         with self._lock:
-            self._durations.append(now - self._step_start)
+            seconds = now - self._step_start
             self._step_start = self._news = now
+            pace = self._pace(seconds, compiled, step) if step > self._done else duration(seconds)
             self._done = step
             figures = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
-            self._status = f"step {step}/{self._total}  {figures}  {self._pace()}"
+            self._status = f"step {step}/{self._total}  {figures}  {pace}"
             self._show(self._status)
 
-    def _pace(self) -> str:
-        # The first step compiles; once there are others it says nothing about the rest.
-        durations = list(self._durations)[1:] or list(self._durations)
-        mean = sum(durations) / len(durations)
-        left = max(0, self._total - self._done)
-        return f"{self._durations[-1]:.1f} s/step  ETA {duration(mean * left)}"
+    def _pace(self, seconds: float, compiled: bool, step: int) -> str:
+        self._updates += 1
+        if self._updates > 1:
+            self._shortest = min(self._shortest, seconds)
+            if not compiled:
+                self._clean.append(seconds)
+        left = self._total - step
+        pace = f"{seconds:.1f} s/step"
+        if left <= 0:
+            return pace
+        if self._updates == 1:
+            return f"{pace}, compiling included  ETA after the next step"
+        mean = sum(self._clean) / len(self._clean) if self._clean else self._shortest
+        return f"{pace}  ETA {duration(mean * left)}"
 
     def _beat(self) -> None:
         while not self._stop.wait(min(1.0, self._heartbeat / 4)):
@@ -114,11 +129,11 @@ class Progress:
             return ""
         if not ids:
             return ""
-        more = f" and {len(ids) - PENDING_SHOWN} more" if len(ids) > PENDING_SHOWN else ""
-        return f", waiting for {', '.join(ids[:PENDING_SHOWN])}{more}"
+        more = ", ..." if len(ids) > PENDING_SHOWN else ""
+        return f", waiting for {len(ids)}: {', '.join(ids[:PENDING_SHOWN])}{more}"
 
-    def _show(self, line: str) -> None:
-        if self._quiet:
+    def _show(self, line: str, quiet: bool | None = None) -> None:
+        if self._quiet if quiet is None else quiet:
             return
         if self._terminal:
             # A line that wraps cannot be rewritten. Blanks wipe what a longer one left: no escape
@@ -131,11 +146,12 @@ class Progress:
             self._stream.write(line + "\n")
             self._stream.flush()
 
-    def note(self, text: str) -> None:
-        """Prints a line that stays, above the status line where there is one."""
+    def note(self, text: str, *, quiet: bool | None = None) -> None:
+        """Prints a line that stays, above the status line where there is one. `quiet` False
+        prints it in quiet runs too."""
         with self._lock:
             self._news = self._clock()
-            self._show(text)
+            self._show(text, quiet)
             if self._terminal and not self._quiet:
                 self._stream.write("\n")
                 self._width = 0
@@ -164,3 +180,20 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def accuracy_summary(path: Path) -> str:
+    """What became of valid/accuracy over a run, from its metrics.jsonl, in one line."""
+    measured = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        row = json.loads(line)
+        if "valid/accuracy" in row:
+            measured.append((row["step"], row["valid/accuracy"]))
+    if not measured:
+        return "accuracy: not measured in this run"
+    (_, first), (last_step, last) = measured[0], measured[-1]
+    best_step, best = max(measured, key=lambda pair: (pair[1], -pair[0]))
+    return (
+        f"accuracy {first:.4f} -> {last:.4f} after {last_step} updates "
+        f"(best {best:.4f} at step {best_step})"
+    )

@@ -58,8 +58,13 @@ class Pool:
         for task in seeds:
             self._keep_seed(task)
         if not self.seeds:
+            pair = (
+                ""
+                if not self.refused_seeds
+                else ", as {!r} does {!r}".format(*self.refused_seeds[0])
+            )
             raise ValueError(
-                f"seeds: none left ({len(self.refused_seeds)} resemble validation items); "
+                f"seeds: none left ({len(self.refused_seeds)} resemble validation items{pair}); "
                 "give at least one seed task"
             )
         if capacity < len(self.seeds):
