@@ -302,15 +302,16 @@ def report(run: Run, figures: dict) -> None:
     engine.live_steps = engine.slot_steps = 0
     if figures.get("tokens/generated") and seconds["rollout"] > 0:
         row["rates/tokens_per_s"] = figures["tokens/generated"] / seconds["rollout"]
+    prompts, cut_short = run.model.tokens.fitted()
+    row["shortened"] = cut_short / prompts if prompts else None
     run.metrics.write(row)
     shown = {name: row[name] for name in SHOWN if row.get(name) is not None}
     run.progress.step(run.step, shown, compiled=run.compiles.new() > 0)
-    tell_shortened(run)
+    tell_shortened(run, prompts, cut_short)
 
 
-def tell_shortened(run: Run) -> None:
+def tell_shortened(run: Run, prompts: int, cut_short: int) -> None:
     """A line about prompts that were cut, at the first step that has some."""
-    prompts, cut_short = run.model.tokens.fitted()
     if cut_short and not run.told_shortened:
         run.told_shortened = True
         run.progress.note(

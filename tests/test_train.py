@@ -380,10 +380,9 @@ def test_prompts_that_are_cut_are_told_once_even_by_a_quiet_run():
     run: Any = SimpleNamespace(
         config=base(),
         told_shortened=False,
-        model=SimpleNamespace(tokens=SimpleNamespace(fitted=lambda: (40, 31))),
         progress=SimpleNamespace(note=lambda text, quiet: said.append((text, quiet))),
     )
-    tell_shortened(run)
-    tell_shortened(run)
+    tell_shortened(run, 40, 31)
+    tell_shortened(run, 40, 31)
     ((text, quiet),) = said
     assert "31 of 40 prompts were cut to tokens.max_prompt=1024" in text and quiet is False

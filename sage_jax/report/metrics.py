@@ -84,6 +84,9 @@ _TABLE = {
     "parse_fail/<role>": Metric("0..1", "share of rows whose tags do not parse", "< 0.3"),
     "parse_fail/<role/split>": Metric("0..1", "the same, over rows of one domain or kind"),
     "truncated/<role>": Metric("0..1", "share of rows cut at the token budget", "< 0.2"),
+    "shortened": Metric(
+        "0..1", "share of prompts cut to tokens.max_prompt, validation's included", "0"
+    ),
     "length/<role>": Metric("tokens", "mean response length, stop token included"),
     "length/<role/split>": Metric("tokens", "the same, over rows of one domain or kind"),
     "entropy/<role>": Metric(
