@@ -92,7 +92,7 @@ def test_greedy_answers_leave_room_and_several_samples_find_most():
     chains, _, rights = solver_samples()
     greedy = judged(chains, ask("solver", chains, 0.0))
     assert 0.25 < sum(r for (r,) in greedy) / len(chains) < 0.45
-    assert sum(map(any, rights)) / len(chains) > 0.8
+    assert sum(map(any, rights)) / len(chains) > 0.75
 
 
 def test_every_role_mostly_writes_what_its_parser_reads():

@@ -25,8 +25,8 @@ MODEL = ASSETS / "tiny-qwen3"
 
 # What the packaged weights were made from, and the weights. When one changes, run the recipe
 # (configs/tiny_sft.py) again, package its model, and write both down anew.
-DEMOS_SHA256 = "7c043c7a921100dccdce608007fe5afa1ab8f41a151f933003ed6fc102e8d880"
-WEIGHTS_SHA256 = "034ef276e0442b49e9571e6012f76ad67686997f5593a424e90c3653bf272600"
+DEMOS_SHA256 = "4bbb41638ddcfe6d07da83164ade291da818e1d9b2877e2c7f2ac4cc123c2986"
+WEIGHTS_SHA256 = "3265aaa11196df20e5fc191c4f1578e79cf9330d90eddf711530b32050cee595"
 
 
 @cache

@@ -47,7 +47,8 @@ HABITS = {
 GOOD = {"challenger": "harder", "planner": "useful", "solver": "careful", "critic": "telling"}
 # added to the share of the good habit, taken from the others; by person or opening word
 TILTS = (-0.27, -0.2, -0.12, -0.05, 0.05, 0.12, 0.2, 0.27)
-RESOLVES = 0.22  # careful answers to an inverted question that reorder it without a plan
+RESOLVES = 0.1  # careful answers to an inverted question that reorder it without a plan
+PRACTICE_RESOLVES = 0.15  # the same during practice: the skill is known, the habit is rare
 STOPS_EARLY = {4: 0.3, 5: 0.5}  # careful answers without a plan that leave out the last steps
 PLANNED_BONUS = 0.12  # a plan that lists operations makes the careful habit more likely
 
@@ -139,7 +140,8 @@ def _solver(rng: Random, chain: Chain, good: float | None) -> Demo:
         plan = plan_text(ops)
     habit = _habit(rng, "solver", chain.name, good, PLANNED_BONUS if ops else 0.0)
     if ops is None:
-        ops = chain.ops if rng.random() < RESOLVES else chain.as_read
+        resolves = RESOLVES if good is None else PRACTICE_RESOLVES
+        ops = chain.ops if rng.random() < resolves else chain.as_read
         if rng.random() < STOPS_EARLY.get(len(ops), 0.03) and len(ops) > 2:
             ops = ops[: rng.randrange(2, len(ops))]
     write = _solve_math if chain.domain == "math" else _solve_code
