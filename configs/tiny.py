@@ -25,7 +25,8 @@ def get_config():
     c.method.candidates = 16
     c.method.attempts = 4
     c.method.drawn = 16
-    c.method.solutions = 4
+    c.method.solutions = 2
+    c.method.probes = 2
     c.method.bare = 2
     c.method.audits = 16
     c.rollout.slots = 64

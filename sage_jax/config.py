@@ -92,9 +92,10 @@ SCHEMA: dict[str, Field] = {
     "method.attempts": Field(5, "rows", "Solver attempts on each valid proposal", 1),
     "method.drawn": Field(64, "tasks", "tasks drawn from the pool a step", 0),
     "method.solutions": Field(2, "rows", "Solver answers on each drawn task", 1),
-    "method.bare": Field(
-        2, "rows", "Solver answers without the plan on each drawn task (rewards robust only)", 1
+    "method.probes": Field(
+        2, "rows", "Solver answers that see the plan whatever its score (rewards robust only)", 1
     ),
+    "method.bare": Field(2, "rows", "Solver answers that see no plan (rewards robust only)", 1),
     "method.audits": Field(
         16, "rows", "Critic rows on seeds, half of them broken (rewards robust only)", 0
     ),

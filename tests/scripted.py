@@ -134,6 +134,7 @@ def good_answer(row_id, *, score="8", plan_score="8"):
         "plan": "<plan>add them</plan>",
         "attempt": "<answer>1</answer>",
         "solve": "<answer>2</answer>",
+        "probe": "<answer>4</answer>",
         "bare": "<answer>3</answer>",
         "audit": f"<score>{'9' if 'a/' in row_id else '2'}</score>",
     }[kind]

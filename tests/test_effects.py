@@ -11,7 +11,7 @@ from sage_jax.tasks.task import Task
 
 def answer(row_id):
     kind = row_id.split("/")[-2]
-    return "<answer>4</answer>" if kind in ("answer", "shown") else good_answer(row_id)
+    return "<answer>4</answer>" if kind in ("answer", "probe") else good_answer(row_id)
 
 
 def figures(answer=answer, judge=lambda job: ("correct", ""), pool=None, **method):
@@ -28,7 +28,7 @@ def test_the_planner_is_worth_what_its_plan_adds():
 
     assert figures(judge=judge)["effect/planner"] == 0.5
     assert figures()["effect/planner"] == 0.0
-    misled = figures(judge=lambda j: ("wrong", "") if "/shown/" in j.id else ("correct", ""))
+    misled = figures(judge=lambda j: ("wrong", "") if "/probe/" in j.id else ("correct", ""))
     assert misled["effect/planner"] == -1.0
 
 
@@ -36,7 +36,7 @@ def test_a_plan_is_shown_whatever_its_score_when_the_planner_is_measured():
     made, engine = evaluator(answer, effects=4)
     episodes = made.run(seeds(4), effects.uplift_graph(made.method), 1.0)
     for episode in episodes:
-        assert "add them" in episode.samples["shown"][0].messages[-1]["content"]
+        assert "add them" in episode.samples["probe"][0].messages[-1]["content"]
         assert "add them" not in episode.samples["bare"][0].messages[-1]["content"]
 
 

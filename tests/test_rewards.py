@@ -86,11 +86,12 @@ def test_a_grounded_step_adds_unplanned_answers_and_audits():
         counts[sample.kind] = counts.get(sample.kind, 0) + 1
     assert counts == {
         "challenge": 4, "judge_question": 8, "attempt": 8, "plan": 4, "judge_plan": 8, "solve": 8,
-        "bare": 12, "audit": 4,
+        "probe": 8, "bare": 12, "audit": 4,
     }  # fmt: skip
     assert sum(sage.rows_per_step().values()) == len(all_samples(episodes))
-    for sample in of_kind(episodes, "bare"):
-        assert "add them" not in sample.messages[-1]["content"]
+    for sample in of_kind(episodes, "bare", "probe"):
+        shown = "add them" in sample.messages[-1]["content"]
+        assert shown == (sample.kind == "probe")
 
 
 def test_audits_hold_a_seed_whole_and_broken_and_pay_agreement_with_the_label():
@@ -124,6 +125,7 @@ def test_critic_rows_of_both_kinds_are_normalised_apart_in_every_form():
         c = config(rewards="robust", advantage=form)
         assign_advantages(all_samples(episodes), c)
         assert all(s.advantage == 0 for s in of_kind(episodes, "judge_question", "judge_plan"))
+        assert {s.reward for s in of_kind(episodes, "judge_question")} == {1.0}
         audits = [s.advantage for s in of_kind(episodes, "audit")]
         assert min(audits) < -0.5 and max(audits) > 0.3 and abs(sum(audits)) < 1e-5
 
@@ -138,13 +140,14 @@ def test_a_plan_is_paid_for_what_it_adds():
         assert math.isclose(sample.reward, 0.25 * 7 / 9 + 0.25 + 0.5)
 
     def misled(job):
-        return ("wrong", "") if "/solve/" in job.id else all_correct(job)
+        return ("wrong", "") if "/solve/" in job.id or "/probe/" in job.id else all_correct(job)
 
     _, _, episodes, _ = play_step(rewards="robust", judge=misled)
     assert all(s.parts["uplift"] == -1.0 for s in of_kind(episodes, "plan"))
 
 
-def test_a_plan_that_was_not_shown_has_no_uplift():
+def test_a_closed_gate_hides_no_plan_from_the_measurement():
+    """Answers behind the gate went bare: they count as answers without the plan."""
     low = lambda row_id: good_answer(row_id, plan_score="2")  # noqa: E731
     _, _, episodes, _ = play_step(
         low,
@@ -152,7 +155,31 @@ def test_a_plan_that_was_not_shown_has_no_uplift():
         judge=lambda j: ("wrong", "") if "/bare/" in j.id else ("correct", ""),
     )
     for sample in of_kind(episodes, "plan"):
-        assert sample.parts["uplift"] == 0 and math.isclose(sample.reward, 0.25 / 9 + 0.5)
+        assert sample.parts["uplift"] == 0.5  # 2 of 2 with it, 2 of 4 without
+        assert math.isclose(sample.reward, 0.25 / 9 + 0.25 + 0.375)
+
+
+def test_scores_of_plans_are_paid_for_agreeing_with_what_the_plan_led_to():
+    def judge(job):
+        return ("wrong", "") if "/probe/" in job.id or "/solve/0" in job.id else all_correct(job)
+
+    _, _, episodes, _ = play_step(rewards="robust", judge=judge)
+    for sample in of_kind(episodes, "judge_plan"):
+        assert math.isclose(sample.parts["agreement"], 1 - abs(7 / 9 - 1 / 4))
+        assert math.isclose(sample.reward, 0.5 + 0.5 * sample.parts["agreement"])
+
+    def lost(job):
+        return ("error", "sandbox_error") if "/probe/" in job.id else all_correct(job)
+
+    low = lambda row_id: good_answer(row_id, plan_score="2")  # noqa: E731
+    _, _, episodes, _ = play_step(low, lost, rewards="robust")
+    assert all(s.masked for s in of_kind(episodes, "judge_plan"))
+
+
+def test_an_unparsed_plan_has_no_probes_and_no_uplift():
+    _, _, episodes, _ = play_step(swap(plan="no tags"), rewards="robust")
+    assert not of_kind(episodes, "probe", "judge_plan")
+    assert all(s.parts["uplift"] == 0 and s.reward == 0.25 for s in of_kind(episodes, "plan"))
 
 
 def test_unparsed_scores_are_left_out_of_means_and_close_the_gate_when_there_is_no_other():

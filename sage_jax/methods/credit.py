@@ -6,19 +6,21 @@ from sage_jax.config import ROLES
 from sage_jax.learn.advantages import RewardRow, flat_groups, normalise
 from sage_jax.learn.pack import Packed, TrainRow, pack
 from sage_jax.methods.graph import Sample
+from sage_jax.methods.rewards import REWARD_SETS
 
 
 def assign_advantages(samples: list[Sample], config) -> dict[str, float]:
     """Fill in every sample's advantage; returns its statistics by role."""
     kind = config.method.advantage
+    apart = REWARD_SETS[config.method.rewards].grounded
     rows = [
         RewardRow(
             id=s.id,
             reward=s.reward,
             length=len(s.completion.tokens),
             role=s.role,
-            # Audit rows are rewarded on another scale: never one baseline for both kinds.
-            part="audit" if s.kind == "audit" else "",
+            # Where the Critic's kinds are rewarded on different scales: never one baseline for all.
+            part=s.kind if apart and s.role == "critic" else "",
             group=s.group if s.role == "solver" else (s.kind if s.role == "critic" else s.domain),
             valid=not s.masked,
         )

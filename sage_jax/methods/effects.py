@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from sage_jax.methods.graph import Episode, Node
 from sage_jax.methods.rewards import correct, mean, solve_rate
-from sage_jax.methods.sage import Sage, mark_duplicates, plan_of
-from sage_jax.roles import SOLVER, critic_score
+from sage_jax.methods.sage import Sage, mark_duplicates
+from sage_jax.roles import critic_score
 from sage_jax.tasks.pool import ADMITTED, Pool
 from sage_jax.tasks.task import Task
 from sage_jax.tasks.tiny_world import true_response
@@ -19,20 +19,14 @@ from sage_jax.verify import Job
 def uplift_graph(method: Sage) -> tuple[Node, ...]:
     """Plan, then one answer that saw it and one that did not. No gate: it is the Critic's part."""
     plan = method.solve_graph(1, 1)[0]
-    shown = Node(
-        "shown",
-        SOLVER,
-        lambda e: method.prompts.messages("solver", e.task.public, plan_of(e)),
-        parents=("plan",),
-        job=lambda e, s: e.task.job(s.id, s.text),
-    )
-    return (plan, shown, *method.bare_graph("bare", 1))
+    return (plan, *method.probe_graph("probe", 1), *method.bare_graph("bare", 1))
 
 
 def planner_effect(episodes: Sequence[Episode]) -> float | None:
-    """Accuracy with the plan minus accuracy without, over the same tasks; in [-1, 1]."""
-    pairs = [(e.samples["shown"], e.samples["bare"]) for e in episodes]
-    return mean([correct(a[0]) - correct(b[0]) for a, b in pairs if a and b])
+    """Accuracy with the plan minus accuracy without, over the same tasks; in [-1, 1]. A plan that
+    does not parse adds nothing."""
+    pairs = [(e.samples["probe"], e.samples["bare"]) for e in episodes]
+    return mean([correct(a[0]) - correct(b[0]) if a else 0.0 for a, b in pairs if b])
 
 
 def critic_effect(audits: Sequence[Episode]) -> float | None:

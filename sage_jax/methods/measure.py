@@ -9,6 +9,7 @@ from sage_jax.roles import ROLES
 # A Solver row on a drawn task counts as planned or unplanned by what it was shown.
 KINDS = {
     "attempt": "candidates",
+    "probe": "planned",
     "bare": "unplanned",
     "judge_question": "questions",
     "judge_plan": "plans",

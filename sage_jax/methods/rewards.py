@@ -18,7 +18,7 @@ class RewardSet:
 
     give: fills in every sample's reward; takes the episodes and config.method.
     mean_score: what several Critic rows on one thing come to, in [0, 1]; None without any.
-    grounded: whether the graphs hold audit rows and Solver rows without the plan.
+    grounded: whether the graphs hold audits, and Solver rows with and without every plan.
     """
 
     give: Callable[[Sequence[Episode], object], None]
@@ -147,7 +147,7 @@ def solver_robust(s_gt: float, r_f: float) -> float:
 
 
 def critic_robust(r_f: float, score: float | None, label: float) -> float:
-    """r_cr on an audit row = 0.5 r_f + 0.5 (1 - |s - label|); without a score the second is 0."""
+    """r_cr where a label is known = 0.5 r_f + 0.5 (1 - |s - label|); unparsed, the second is 0."""
     return 0.5 * r_f + (0.0 if score is None else 0.5 * (1.0 - abs(score - label)))
 
 
@@ -163,17 +163,16 @@ def robust(episodes: Sequence[Episode], settings) -> None:
             s_p = parsed_mean(episode.samples["judge_plan"]) or 0.0
             u = plan_uplift(episode) or 0.0
             _give(sample, planner_robust(s_p, sample.format, u), plan_score=s_p, uplift=u)
-        for kind in ("attempt", "solve", "bare"):
+        for kind in ("attempt", "solve", "probe", "bare"):
             for sample in episode.samples.get(kind, ()):
                 s_gt = correct(sample)
                 _give(sample, solver_robust(s_gt, sample.format), correct=s_gt)
-        for kind in ("judge_question", "judge_plan"):
-            for sample in episode.samples.get(kind, ()):
-                _give(sample, sample.format)
+        for sample in episode.samples.get("judge_question", ()):
+            _give(sample, sample.format)
         for sample in episode.samples.get("audit", ()):
-            score, label = critic_score(sample.text), episode.facts["label"]
-            agreement = 0.0 if score is None else 1.0 - abs(score - label)
-            _give(sample, critic_robust(sample.format, score, label), agreement=agreement)
+            _reward_judgement(sample, episode.facts["label"])
+        for sample in episode.samples.get("judge_plan", ()):
+            _reward_judgement(sample, solve_rates_by_plan(episode)[0])
 
 
 def _reward_proposal(episode: Episode, sample: Sample, alpha: float) -> None:
@@ -185,12 +184,29 @@ def _reward_proposal(episode: Episode, sample: Sample, alpha: float) -> None:
     _give(sample, reward, question_score=s_q or 0.0, difficulty=difficulty if usable else 0.0)
 
 
+def _reward_judgement(sample: Sample, label: float | None) -> None:
+    """A Critic row against what is known to be true; masked where that was lost."""
+    if label is None:
+        sample.masked = True
+        _give(sample, sample.format)
+        return
+    score = critic_score(sample.text)
+    agreement = 0.0 if score is None else 1.0 - abs(score - label)
+    _give(sample, critic_robust(sample.format, score, label), agreement=agreement)
+
+
+def solve_rates_by_plan(episode: Episode) -> tuple[float | None, float | None]:
+    """Solve rates of the answers that saw the plan and of those that did not."""
+    gated = episode.samples["solve"]
+    shown, bare = episode.samples.get("probe", []), episode.samples.get("bare", [])
+    if episode.facts["plan_gated_in"]:
+        return solve_rate([*shown, *gated]), solve_rate(bare)
+    return solve_rate(shown), solve_rate([*bare, *gated])
+
+
 def plan_uplift(episode: Episode) -> float | None:
-    """u: solve rate with the plan minus without; None where none was shown or a rate is unknown."""
-    if not episode.facts.get("plan_gated_in"):
-        return None
-    shown = solve_rate(episode.samples["solve"])
-    bare = solve_rate(episode.samples.get("bare", ()))
+    """u: solve rate with the plan minus without; None where either is unknown."""
+    shown, bare = solve_rates_by_plan(episode)
     return None if shown is None or bare is None else shown - bare
 
 

@@ -3,7 +3,8 @@
 A step runs its graphs inside one batch. Challenge: a proposal, the Critic's view of its question,
 the Solver's attempts on it. Solve: a plan for a drawn task, the Critic's view of the plan, the
 Solver's answers with the plan where it passes the gate. A grounded reward set adds the Solver's
-answers without the plan, and audits: the Critic's view of seeds, whole and broken.
+answers with the plan and without it, whatever its score, and audits: the Critic's view of seeds,
+whole and broken.
 """
 
 import dataclasses
@@ -57,10 +58,13 @@ class Sage:
             ),
         )
 
-    def solve_graph(self, critics: int, solutions: int, bare: int = 0) -> tuple[Node, ...]:
+    def solve_graph(
+        self, critics: int, solutions: int, probes: int = 0, bare: int = 0
+    ) -> tuple[Node, ...]:
         """Plan -> Critic x m -> gate -> Solver x G; with no plan through the gate it goes bare.
 
-        `bare` more Solver rows never see the plan: what the plan is worth is measured against them.
+        Whatever the score, `probes` more Solver rows see the plan and `bare` do not: what a plan is
+        worth is measured on both, and a closed gate hides no plan from the measurement.
         """
         return (
             Node("plan", PLANNER, lambda e: self.prompts.messages("planner", e.task.public)),
@@ -80,8 +84,22 @@ class Sage:
                 fan_out=solutions,
                 job=lambda e, s: e.task.job(s.id, s.text),
             ),
+            *self.probe_graph("probe", probes),
             *self.bare_graph("bare", bare),
         )
+
+    def probe_graph(self, kind: str, samples: int) -> tuple[Node, ...]:
+        """Solver with the plan, whatever the Critic thinks of it."""
+        node = Node(
+            kind,
+            SOLVER,
+            lambda e: self.prompts.messages("solver", e.task.public, plan_of(e)),
+            parents=("plan",),
+            fan_out=samples,
+            when=lambda e: bool(plan_of(e)),
+            job=lambda e, s: e.task.job(s.id, s.text),
+        )
+        return (node,) if samples else ()
 
     def bare_graph(self, kind: str, samples: int) -> tuple[Node, ...]:
         """Solver alone, without a plan."""
@@ -110,7 +128,8 @@ class Sage:
         share, seed = c.tasks.math_share, c.seed
         grounded = self.reward_set.grounded
         challenge = self.challenge_graph
-        solve = self.solve_graph(m.critics, m.solutions, m.bare if grounded else 0)
+        measured = (m.probes, m.bare) if grounded else (0, 0)
+        solve = self.solve_graph(m.critics, m.solutions, *measured)
         references = pool.references(step, m.candidates, math_share=share, seed=seed)
         drawn = pool.draw(step, m.drawn, math_share=share, seed=seed)
         # A proposal is not named after its reference, or names would grow with every generation.
@@ -148,7 +167,7 @@ class Sage:
     def rows_per_step(self) -> dict[str, int]:
         """The static maximum of rows of each role in one step."""
         m, grounded = self.config.method, self.reward_set.grounded
-        solutions = m.solutions + (m.bare if grounded else 0)
+        solutions = m.solutions + (m.probes + m.bare if grounded else 0)
         audits = 2 * (m.audits // 2) if grounded else 0
         return {
             CHALLENGER: m.candidates,
