@@ -22,7 +22,8 @@ MAX_INPUTS, MAX_INPUT_TEXT = 64, 4000
 CPU_SLACK = 0.05
 LARGEST = 1e300
 Steps = Generator[Run, dict[str, Any], Verdict]
-SANDBOX_KEYS = ("verdict", "wall_hit", "output_hit", "solution", "judge", "locked")
+SANDBOX_KEYS = ("verdict", "wall_hit", "output_hit", "late", "starved", "solution", "judge",
+                "locked")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -91,9 +92,16 @@ def code_job(payload: Mapping[str, Any], limits: Limits) -> Steps:
     return _function(run, probe)
 
 
-def _function(run: Run, probe: str | None) -> Steps:
+def _attempt(run: Run) -> Steps:
+    """One run, twice where the host was too busy to tell."""
     outcome = yield run
-    result = interpret(outcome, run)
+    if _host_too_busy(outcome):
+        outcome = yield run
+    return interpret(outcome, run)
+
+
+def _function(run: Run, probe: str | None) -> Steps:
+    result = yield from _attempt(run)
     if probe is None:
         return result
     plan = {"mode": "probe", "expression": probe, "entry_points": run.plan["entry_points"]}
@@ -119,10 +127,10 @@ def _stdio(solution: str, tests: Mapping[str, Any], limits: Limits) -> Steps:
 
     def steps() -> Steps:
         total = Verdict("correct")
-        for text, wanted in zip(inputs, outputs, strict=True):
-            plan = {"mode": "stdout", "expected": wanted, "atol": atol}
-            run = Run(plan, source, text, limits.cpu, limits.wall, limits.memory_mb)
-            result = interpret((yield run), run)
+        plan = {"mode": "stdout", "expected": list(outputs), "atol": atol}
+        for case, text in enumerate(inputs):
+            run = Run(plan, source, text, limits.cpu, limits.wall, limits.memory_mb, case=case)
+            result = yield from _attempt(run)
             total = replace(
                 result,
                 ms=total.ms + result.ms,
@@ -278,7 +286,8 @@ def _number(payload: Mapping[str, Any], name: str, default: float) -> float:
 
 def interpret(outcome: Mapping[str, Any], run: Run) -> Verdict:
     """The verdict of one run from the zygote's account of it."""
-    if any(key not in outcome for key in SANDBOX_KEYS) or not outcome["locked"]:
+    unusable = any(key not in outcome for key in SANDBOX_KEYS)
+    if unusable or not outcome["locked"] or _host_too_busy(outcome):
         return Verdict("error", "sandbox_error")
     solution, judge = outcome["solution"], outcome["judge"]
     reply = _judge_reply(outcome)
@@ -313,6 +322,14 @@ def interpret(outcome: Mapping[str, Any], run: Run) -> Verdict:
     )
 
 
+def _host_too_busy(outcome: Mapping[str, Any]) -> bool:
+    """A program that is right, but took far longer than it may on a host that kept it waiting:
+    it may have been saved by the clock, so this is nobody's verdict.
+    """
+    late = outcome.get("late") and _judge_reply(outcome).get("verdict") == "correct"
+    return bool(late or outcome.get("starved"))
+
+
 def _judge_reply(outcome: Mapping[str, Any]) -> dict[str, Any]:
     try:
         reply = json.loads(outcome["verdict"])
@@ -323,7 +340,8 @@ def _judge_reply(outcome: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _out_of_cpu(usage: Mapping[str, Any], limit: int) -> bool:
-    return usage["signal"] == signal.SIGXCPU or usage["cpu"] >= limit - CPU_SLACK
+    ended = usage["signal"] in (signal.SIGXCPU, signal.SIGPROF)
+    return ended or usage["cpu"] >= limit - CPU_SLACK
 
 
 def _signal_name(number: int) -> str:

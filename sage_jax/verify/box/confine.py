@@ -13,6 +13,7 @@ import sys
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
+_libc_fork = ctypes.PyDLL(None, use_errno=True).fork  # holds the interpreter lock throughout
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 PR_SET_KEEPCAPS, CAP_DAC_READ_SEARCH = 8, 1 << 2
@@ -35,6 +36,13 @@ def check(result: int, what: str) -> int:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
     return result
+
+
+def fork() -> int:
+    """fork(2) past the interpreter: its repairs after a fork are for processes with threads, and
+    cost more page copies than most programs. The caller has one thread.
+    """
+    return check(_libc_fork(), "fork")
 
 
 def death_signal(number: int) -> None:
@@ -63,10 +71,11 @@ def set_limits(cpu: int, memory: int, file_size: int, files: int, tasks: int | N
     if tasks is not None:
         limits.append((resource.RLIMIT_NPROC, tasks, tasks))
     for kind, soft, hard in limits:
-        ceiling = resource.getrlimit(kind)[1]
-        if ceiling != resource.RLIM_INFINITY:
-            soft, hard = min(soft, ceiling), min(hard, ceiling)
-        resource.setrlimit(kind, (soft, hard))
+        try:
+            resource.setrlimit(kind, (soft, hard))
+        except (ValueError, OSError):  # a hard limit that is lower already
+            ceiling = resource.getrlimit(kind)[1]
+            resource.setrlimit(kind, (min(soft, ceiling), min(hard, ceiling)))
 
 
 def drop_user(uid: int, keep_reading: bool = False) -> None:
@@ -207,8 +216,10 @@ def landlock_abi() -> int:
     return max(0, libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
 
 
-def landlock(abi: int, readable: list[str], scratch: str | None, devices: list[str]) -> None:
-    """Leave this process only reads below ``readable`` and all of ``scratch``; no TCP."""
+def landlock_rules(abi: int, readable: list[str], scratch: str | None, devices: list[str]) -> int:
+    """A descriptor of the rules that allow only reads below ``readable`` and all of ``scratch``,
+    and no TCP. Made once, entered by many.
+    """
     handled = RIGHTS_BY_ABI.get(abi, 0xFFFF)
     attributes = struct.pack("<Q", handled)
     if abi >= 4:
@@ -228,9 +239,15 @@ def landlock(abi: int, readable: list[str], scratch: str | None, devices: list[s
             _allow(ruleset, path, (READ_FILE | WRITE_FILE) & handled)
         if scratch is not None:
             _allow(ruleset, scratch, SCRATCH_RIGHTS & handled)
-        check(libc.syscall(LANDLOCK_RESTRICT, ruleset, ctypes.c_uint(0)), "landlock restrict")
-    finally:
+    except OSError:
         os.close(ruleset)
+        raise
+    return ruleset
+
+
+def landlock_enter(ruleset: int) -> None:
+    """Leave this process only what the rules allow."""
+    check(libc.syscall(LANDLOCK_RESTRICT, ruleset, ctypes.c_uint(0)), "landlock restrict")
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:

@@ -1,44 +1,66 @@
-"""The judge process: runs the trusted tests against stand-ins and owns the verdict.
+"""The judge process: runs the trusted tests against stand-ins and owns the verdicts.
 
-It starts with nothing of the solution in it, reads its tests after the fork, and writes one JSON
-object to its private pipe. What it never sees from the solution is code.
+It starts with nothing of a solution in it, reads its tests after the fork, and answers on a socket
+of its own. What it never sees from a solution is code. It may serve several solutions in turn, see
+``checks.shareable``: all it keeps from one to the next are the tests as they were read.
 """
 
-import ast
 import builtins
 import importlib
 import json
-import math
 import os
+import random
+import resource
+import signal
+import socket
+import struct
 
+from checks import Tests
 from codec import CodecError, Connection, canonical, decode, encode
-from compare import copy_back, literal, matches, parse_input, standard_modules
+from compare import copy_back, literal, matches, parse_input
 from remote import Lost, Remote, RemoteClass, local_exception
+from wire import receive
 
 BATCH = 32
 REFUSALS = ("missing_entry_point", "result_too_large", "too_deep", "not_plain")
 MAX_LITERAL = 4000
 MAX_STDOUT = 8 << 20
+MAX_GROWTH_KB = 64 << 10
 
 
-def main(plan_fd, sock, verdict_fd, stdout_fd):
+def main(plan_fd, link):
+    """Serve one solution after another until the slot hangs up."""
     with os.fdopen(plan_fd, "rb") as handle:
-        plan = json.load(handle)
-    if plan["mode"] == "stdout":
-        result = check_stdout(plan, stdout_fd)
-    else:
-        result = Judge(Connection(sock), plan).run()
-    text = json.dumps(result).encode()
-    while text:
-        text = text[os.write(verdict_fd, text) :]
-    os._exit(0)
+        tests = Tests(json.load(handle))
+    random.seed(0)
+    size = peak_kb()
+    while True:
+        request, descriptors = receive(link)
+        if request is None:
+            os._exit(0)
+        # CPU seconds of this run alone; the default action of the signal ends the process.
+        signal.setitimer(signal.ITIMER_PROF, request["cpu"])
+        with socket.socket(fileno=descriptors[0]) as sock:
+            if tests.plan["mode"] == "stdout":
+                result = check_stdout(tests.plan, request["case"], descriptors[1])
+                os.close(descriptors[1])
+            else:
+                result = Judge(Connection(sock), tests).run()
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        reusable = tests.shareable and peak_kb() - size < MAX_GROWTH_KB
+        text = (b"+" if reusable else b"-") + json.dumps(result).encode()
+        link.sendall(struct.pack(">I", len(text)) + text)
+
+
+def peak_kb():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def verdict(name, reason=""):
     return {"verdict": name, "reason": reason}
 
 
-def check_stdout(plan, fd):
+def check_stdout(plan, case, fd):
     """Full equality of all lines; blanks at line ends and the end do not count."""
     parts, size = [], 0
     while part := os.read(fd, 1 << 16):
@@ -51,7 +73,7 @@ def check_stdout(plan, fd):
     def lines(value):
         return [line.rstrip() for line in value.rstrip().splitlines()]
 
-    got, want = lines(text), lines(plan["expected"])
+    got, want = lines(text), lines(plan["expected"][case])
     if got == want:
         return verdict("correct")
     atol = plan.get("atol") or 0
@@ -71,8 +93,8 @@ def _near_text(a, b, atol):
 
 
 class Judge:
-    def __init__(self, connection, plan):
-        self._connection, self._plan = connection, plan
+    def __init__(self, connection, tests):
+        self._connection, self._tests, self._plan = connection, tests, tests.plan
         self._remotes, self._exceptions, self._classes = {}, {}, set()
         self._callbacks = []
         self._lost = None  # sticky: a test that swallows it still cannot pass
@@ -96,12 +118,11 @@ class Judge:
     def _asserts(self):
         names = {"__name__": "tests", "__builtins__": builtins}
         names.update(self._bind())
-        for module in standard_modules(self._plan["chunks"], names):
-            names[module] = importlib.import_module(module)
-        for number, chunk in enumerate(self._plan["chunks"]):
+        for module in self._tests.modules:
+            names.setdefault(module, importlib.import_module(module))
+        for number in range(len(self._plan["chunks"])):
             try:
-                code = compile(chunk, f"tests-{number}", "exec", dont_inherit=True)
-                exec(code, names)
+                exec(self._tests.code(number), names)
                 if self._plan.get("check"):
                     names["check"](names[self._plan["check"]])
             except AssertionError:
@@ -123,8 +144,7 @@ class Judge:
         plan = self._plan
         function = self._function()
         try:
-            wanted = [self._literal(text) for text in plan["expected"]]
-            arguments = [self._arguments(text) for text in plan["args"]]
+            arguments, wanted = self._tests.pairs()
         except Exception:  # the task's own data is broken
             return verdict("error", "verifier_error")
         for start in range(0, len(wanted), BATCH):
@@ -197,23 +217,6 @@ class Judge:
             if all(row[place] == text for row, text in zip(given, texts[0], strict=True)):
                 return verdict("wrong", "trivial_identity")
         return {**verdict("correct"), "values": texts[0], "literals": literals}
-
-    # --- texts of the trusted tests -------------------------------------------------------
-
-    def _literal(self, text):
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError):  # data sets also write inf, nan and 'a' * 3
-            return eval(text, {"inf": math.inf, "nan": math.nan})
-
-    def _arguments(self, text):
-        form = self._plan.get("args_form", "sequence")
-        if form == "input":
-            return parse_input(text), {}
-        if form == "call":
-            scope = {"inf": math.inf, "nan": math.nan, "_call": lambda *a, **k: (a, k)}
-            return eval(f"_call({text})", scope)
-        return tuple(self._literal(text)), {}
 
     # --- talking to the solution ----------------------------------------------------------
 
