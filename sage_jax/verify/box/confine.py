@@ -57,25 +57,28 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def set_limits(cpu: int, memory: int, file_size: int, files: int, tasks: int | None) -> None:
-    """CPU seconds (soft; one more is hard), address space and file size in bytes, counts."""
-    limits = [
-        (resource.RLIMIT_CPU, cpu, cpu + 1),
-        (resource.RLIMIT_AS, memory, memory),
-        (resource.RLIMIT_FSIZE, file_size, file_size),
-        (resource.RLIMIT_NOFILE, files, files),
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
-    ]
+def set_common_limits(file_size: int) -> None:
+    """Those a slot may have as well: bytes of a file, no core, nothing locked, no queues."""
+    limit(resource.RLIMIT_FSIZE, file_size, file_size)
+    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
+        limit(kind, 0, 0)
+
+
+def set_limits(cpu: int, memory: int, files: int, tasks: int | None) -> None:
+    """CPU seconds (soft; one more is hard), address space in bytes, open files, tasks."""
+    limit(resource.RLIMIT_CPU, cpu, cpu + 1)
+    limit(resource.RLIMIT_AS, memory, memory)
+    limit(resource.RLIMIT_NOFILE, files, files)
     if tasks is not None:
-        limits.append((resource.RLIMIT_NPROC, tasks, tasks))
-    for kind, soft, hard in limits:
-        try:
-            resource.setrlimit(kind, (soft, hard))
-        except (ValueError, OSError):  # a hard limit that is lower already
-            ceiling = resource.getrlimit(kind)[1]
-            resource.setrlimit(kind, (min(soft, ceiling), min(hard, ceiling)))
+        limit(resource.RLIMIT_NPROC, tasks, tasks)
+
+
+def limit(kind: int, soft: int, hard: int) -> None:
+    try:
+        resource.setrlimit(kind, (soft, hard))
+    except (ValueError, OSError):  # a hard limit that is lower already
+        ceiling = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (min(soft, ceiling), min(hard, ceiling)))
 
 
 def drop_user(uid: int, keep_reading: bool = False) -> None:
@@ -84,7 +87,8 @@ def drop_user(uid: int, keep_reading: bool = False) -> None:
     """
     if keep_reading:
         check(libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "keepcaps")
-    os.setgroups([])
+    if os.getgroups():
+        os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
     if keep_reading:

@@ -12,7 +12,6 @@ import os
 import random
 import resource
 import signal
-import socket
 import struct
 
 from checks import Tests
@@ -40,12 +39,12 @@ def main(plan_fd, link):
             os._exit(0)
         # CPU seconds of this run alone; the default action of the signal ends the process.
         signal.setitimer(signal.ITIMER_PROF, request["cpu"])
-        with socket.socket(fileno=descriptors[0]) as sock:
-            if tests.plan["mode"] == "stdout":
-                result = check_stdout(tests.plan, request["case"], descriptors[1])
-                os.close(descriptors[1])
-            else:
-                result = Judge(Connection(sock), tests).run()
+        if tests.plan["mode"] == "stdout":
+            result = check_stdout(tests.plan, request["case"], descriptors[1])
+        else:
+            result = Judge(Connection(descriptors[0]), tests).run()
+        for number in descriptors:
+            os.close(number)
         signal.setitimer(signal.ITIMER_PROF, 0)
         reusable = tests.shareable and peak_kb() - size < MAX_GROWTH_KB
         text = (b"+" if reusable else b"-") + json.dumps(result).encode()

@@ -7,14 +7,11 @@ and tests pass through it as descriptors that are never read here, so nothing of
 memory for a later program.
 """
 
-import _signal  # pyright: ignore[reportMissingImports]  # without the enumerations that the public module makes of every result
-import fcntl
+import _socket
 import gc
 import os
 import random
-import shutil
 import signal
-import socket
 import stat
 import time
 from collections.abc import Sequence
@@ -30,6 +27,7 @@ JUDGE_MEMORY = 1 << 30
 JUDGE_EXTRA_CPU = 2  # seconds a judge may use beyond its program's limit
 JUDGE_RUNS, JUDGE_CPU = 64, 1.0  # a judge retires after so many programs or seconds
 FILE_SIZE = 8 << 20
+CHILD_NUMBERS = 16
 
 
 @dataclass
@@ -70,14 +68,33 @@ class Judge:
         return usage
 
 
+def remove(folder):
+    """Remove a folder and all in it. Imports here: the libraries behind shutil would be mapped
+    into every child.
+    """
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
 class Runner:
     def __init__(self, confinement):
         self._how = confinement
         self._devnull = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        # Numbers a child wants for itself stay taken, so that none of ours is among them.
+        while self._devnull < CHILD_NUMBERS:
+            self._devnull = os.dup(self._devnull)
         self._judge = None
-        self._ruleset = None
+        self._ruleset = self._devnull
         self._scratch, self._number = "", 0
-        random.seed(os.environ.get("PYTHONHASHSEED", "0"))  # the same for every program
+        self._tasks = 64 if os.geteuid() != 0 or confinement.uid is not None else None
+        # What every child needs and the slot can bear is set once, and inherited.
+        confine.set_common_limits(FILE_SIZE)
+        confine.no_new_privileges()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        if confinement.uid is not None:
+            os.setgroups([])
+        random.seed(os.environ.get("PYTHONHASHSEED", "0"))
         self._new_scratch()
         gc.disable()
         gc.collect()
@@ -95,9 +112,10 @@ class Runner:
             if self._how.uid is not None:
                 os.chown(self._scratch, self._how.uid, self._how.uid)
         os.environ["TMPDIR"] = os.environ["HOME"] = self._scratch
+        os.chdir(self._scratch)
         if self._how.landlock:
             # A rule holds for an inode, so a new scratch needs a new rule.
-            if self._ruleset is not None:
+            if self._ruleset != self._devnull:
                 os.close(self._ruleset)
             devices = ["/dev/null", "/dev/zero", "/dev/urandom"]
             self._ruleset = confine.landlock_rules(
@@ -116,7 +134,7 @@ class Runner:
                     path = os.path.join(folder, name)
                     if not os.path.islink(path):
                         os.chmod(path, stat.S_IRWXU)
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            remove(self._scratch)
         self._new_scratch()
 
     # --- children -------------------------------------------------------------------------
@@ -124,18 +142,17 @@ class Runner:
     def lock_down(self, limits, as_judge, ruleset):
         """Give up everything, in the order of the design; the caller is a fresh child."""
         how = self._how
-        tasks = 64 if os.geteuid() != 0 or how.uid is not None else None
         parent = os.getppid()
-        confine.set_limits(limits["cpu"], limits["memory"], FILE_SIZE, 64, tasks)
+        confine.set_limits(limits["cpu"], limits["memory"], 64, self._tasks)
         if how.uid is not None:
             confine.drop_user(how.uid + (1 if as_judge else 0), how.keep_reading)
         elif os.geteuid() == 0 or how.namespaces:
             confine.drop_capabilities()
-        confine.no_new_privileges()
         confine.dumpable(False)
         confine.die_with_parent(parent)
-        os.chdir("/" if as_judge else self._scratch)
-        if self._ruleset is not None:
+        if as_judge:
+            os.chdir("/")
+        if how.landlock:
             confine.landlock_enter(ruleset)
         if how.filter is not None:
             how.filter.install(confine.libc)
@@ -153,18 +170,12 @@ class Runner:
             return child, ready_in
         try:
             os.setsid()
-            wanted = [*descriptors, self._ruleset, ready_out]
-            # First above all numbers handed out so far, so that none overwrites another.
-            high = [
-                fcntl.fcntl(self._devnull if number is None else number, fcntl.F_DUPFD, 200)
-                for number in wanted
-            ]
-            for target, number in enumerate(high):
-                os.dup2(number, target, inheritable=True)
-            os.closerange(len(high), 4096)
-            ready = len(high) - 1
-            for number in (signal.SIGINT, signal.SIGTERM):
-                _signal.signal(number, _signal.SIG_DFL)
+            ready = len(descriptors) + 1
+            for target, number in enumerate([*descriptors, self._ruleset, ready_out]):
+                os.dup2(self._devnull if number is None else number, target)
+            os.closerange(ready + 1, 4096)
+            if self._how.base:  # only there has the slot a handler of its own
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self.lock_down(limits, as_judge, ready - 1)
             os.write(ready, b"1")
             os.closerange(ready - 1, ready + 1)
@@ -181,14 +192,14 @@ class Runner:
             self._judge.clock.restart()
             return self._judge
         self.rest()
-        ours, theirs = socket.socketpair()
+        ours, theirs = _socket.socketpair()
         # Its own timer ends a run; the limit is for one whose tests disarm that.
         limits = {"cpu": cpu + 2 * JUDGE_EXTRA_CPU, "memory": JUDGE_MEMORY}
         child, ready = self.fork(
             [plan, None, None, theirs.fileno()],
             limits,
             True,
-            lambda: judge.main(0, socket.socket(fileno=3)),
+            lambda: judge.main(0, _socket.socket(fileno=3)),
         )
         theirs.close()
         self._judge = Judge(key, child, ready, ours, self._how.proc)
@@ -223,7 +234,7 @@ class Runner:
         began = time.monotonic()
         script, limits = request["script"], request["limits"]
         keeper = self._judge_for(request["key"], plan, limits["cpu"])
-        ours, theirs = socket.socketpair()
+        ours, theirs = _socket.socketpair()
         output_in, output_out = os.pipe()
         stdout_in, stdout_out = os.pipe() if script else (None, None)
         child, ready = self.fork(

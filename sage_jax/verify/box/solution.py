@@ -8,7 +8,6 @@ import atexit
 import builtins
 import operator
 import os
-import socket
 import sys
 import threading
 import types
@@ -87,7 +86,7 @@ def main(source_fd, sock_fd, script, mutates):
     prepare()
     if script:
         run_script(source)
-    connection = Connection(socket.socket(fileno=sock_fd))
+    connection = Connection(sock_fd)
     try:
         names = load(source, False)
     except BaseException as error:

@@ -1,15 +1,16 @@
 """Length-framed JSON with descriptors beside it, between trusted processes over one socket."""
 
+import _socket  # the public module wraps every number in an enumeration
 import array
 import json
-import socket
 import struct
 
 
 def send(sock, message, descriptors=()):
     text = json.dumps(message).encode()
     frame = struct.pack(">I", len(text)) + text
-    sent = socket.send_fds(sock, [frame], descriptors) if descriptors else 0
+    rights = (_socket.SOL_SOCKET, _socket.SCM_RIGHTS, array.array("i", descriptors))
+    sent = sock.sendmsg([frame], [rights]) if descriptors else 0
     sock.sendall(frame[sent:])
 
 
@@ -18,11 +19,11 @@ def receive(sock):
     descriptors = array.array("i")
     text = b""
     while (size := frame_size(text)) is None or len(text) < size:
-        part, ancillary, _, _ = sock.recvmsg(1 << 16, socket.CMSG_SPACE(8 * 4))
+        part, ancillary, _, _ = sock.recvmsg(1 << 16, _socket.CMSG_SPACE(8 * 4))
         if not part:
             return None, []
         for level, kind, data in ancillary:
-            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            if (level, kind) == (_socket.SOL_SOCKET, _socket.SCM_RIGHTS):
                 descriptors.frombytes(data[: len(data) - len(data) % 4])
         text += part
     return json.loads(text[4:]), list(descriptors)

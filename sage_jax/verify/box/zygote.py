@@ -4,22 +4,20 @@ Started by exec from the trainer with one control socket. It is blind: see
 ``runner`` for what it does per program.
 """
 
+import _socket
 import importlib
 import json
 import os
 import select
-import shutil
 import signal
-import socket
 import sys
-import tempfile
 
 sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
 
 import confine  # noqa: E402
 import seccomp  # noqa: E402
 from doors import probe_doors  # noqa: E402
-from runner import Confinement, Runner  # noqa: E402
+from runner import Confinement, Runner, remove  # noqa: E402
 from watch import open_proc, run_delay_known  # noqa: E402
 from wire import receive, send  # noqa: E402
 
@@ -35,7 +33,7 @@ IDLE = 0.5  # seconds without work, after which no process is kept for more of i
 
 
 def main():
-    control = socket.socket(fileno=int(sys.argv[1]))
+    control = _socket.socket(fileno=int(sys.argv[1]))
     options = json.loads(sys.argv[2])
     confine.die_with_parent(options["parent"])
     for name in PRELOAD:
@@ -122,12 +120,14 @@ class Zygote:
 
     def _make_base(self):
         """Without a private root: a folder for scratches, removed when the trainer ends."""
-        self._base = self._layers["base"] = tempfile.mkdtemp(prefix="sage-sandbox-")
-        tempfile.tempdir = None  # forget the choice: a program has its own
+        place = next(path for path in ("/tmp", "/var/tmp", "/dev/shm") if os.access(path, os.W_OK))
+        name = f"sage-sandbox-{os.getpid()}-{os.urandom(8).hex()}"
+        self._base = self._layers["base"] = os.path.join(place, name)
+        os.mkdir(self._base, 0o700)
         os.chmod(self._base, 0o711)
 
         def leave(*_):
-            shutil.rmtree(self._base, ignore_errors=True)
+            remove(self._base)
             os._exit(0)
 
         signal.signal(signal.SIGTERM, leave)
@@ -160,7 +160,7 @@ class Zygote:
             request, descriptors = receive(self._control)
             if request is None:
                 if self._base:
-                    shutil.rmtree(self._base, ignore_errors=True)
+                    remove(self._base)
                 os._exit(0)
             reply = self._runner.serve_run(request, *descriptors)
             for number in descriptors:
