@@ -147,7 +147,7 @@ def tell_latency(latency: list[float]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--groups", type=int, default=12, help="code tasks a round")
     parser.add_argument("--samples", type=int, default=8, help="programs a task")

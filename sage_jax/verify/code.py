@@ -21,9 +21,12 @@ PYTHON_MARKS = ("python", "py", "python3")
 MAX_INPUTS, MAX_INPUT_TEXT = 64, 4000
 CPU_SLACK = 0.05
 LARGEST = 1e300
+MAX_GIVEN = 20_000
+TESTS, MOST_TESTS = 8, 5  # the CPU limit is for so many tests; how often it may be multiplied
 Steps = Generator[Run, dict[str, Any], Verdict]
-SANDBOX_KEYS = ("verdict", "wall_hit", "output_hit", "late", "starved", "solution", "judge",
-                "locked")  # fmt: skip
+SANDBOX_KEYS = frozenset(
+    "verdict wall_hit cpu_hit output_hit late starved solution judge locked".split()
+)
 
 
 @dataclass(frozen=True)
@@ -81,11 +84,20 @@ def code_job(payload: Mapping[str, Any], limits: Limits) -> Steps:
     names = _entry_points(payload)
     plan = _plan(tests, names)
     plan["mutates"] = bool(payload.get("mutates_args", False))
+    if plan["mode"] == "asserts":
+        # Texts of the task that may define functions its tests call beside the entry point.
+        texts = [payload.get(name) for name in ("question", "canonical_solution")]
+        plan["given"] = [t for t in texts if isinstance(t, str) and len(t) <= MAX_GIVEN]
     source = {"mode": "function", "source": solution, "mutates": plan["mutates"]}
     stdin = payload.get("stdin") or ""
     if not isinstance(stdin, str):
         raise ValueError(f"stdin must be text, got {type(stdin).__name__}")
-    run = Run(plan, source, stdin, limits.cpu, limits.wall, limits.memory_mb)
+    # Large sets of tests get more in all, but no single test does.
+    count = len(plan.get("args") or plan["chunks"])
+    cpu = math.ceil(limits.cpu * min(MOST_TESTS, max(1.0, count / TESTS)))
+    if payload.get("time_limit") is not None:
+        cpu = limits.cpu
+    run = Run(plan, source, stdin, cpu, limits.wall, limits.memory_mb, step=limits.cpu)
     probe = payload.get("determinism_probe")
     if probe is not None and not isinstance(probe, str):
         raise ValueError(f"determinism_probe must be an expression, got {type(probe).__name__}")
@@ -96,7 +108,7 @@ def _attempt(run: Run) -> Steps:
     """One run, twice where the host was too busy to tell."""
     outcome = yield run
     if _host_too_busy(outcome):
-        outcome = yield run
+        outcome = yield replace(run, urgent=True)
     return interpret(outcome, run)
 
 
@@ -286,7 +298,7 @@ def _number(payload: Mapping[str, Any], name: str, default: float) -> float:
 
 def interpret(outcome: Mapping[str, Any], run: Run) -> Verdict:
     """The verdict of one run from the zygote's account of it."""
-    unusable = any(key not in outcome for key in SANDBOX_KEYS)
+    unusable = not SANDBOX_KEYS.issubset(outcome)
     if unusable or not outcome["locked"] or _host_too_busy(outcome):
         return Verdict("error", "sandbox_error")
     solution, judge = outcome["solution"], outcome["judge"]
@@ -295,6 +307,8 @@ def interpret(outcome: Mapping[str, Any], run: Run) -> Verdict:
     out_of_cpu = _out_of_cpu(solution, run.cpu)
     if outcome["output_hit"]:
         verdict, reason = "error", "output_limit"
+    elif outcome["cpu_hit"]:
+        verdict, reason = "timeout", "cpu_limit"
     elif outcome["wall_hit"]:
         verdict, reason = "timeout", "wall_limit"
     elif verdict is None or reason == "lost":

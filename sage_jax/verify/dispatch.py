@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any
 
 from sage_jax.verify.child import Child, ChildDied
-from sage_jax.verify.code import Steps
+from sage_jax.verify.code import MOST_TESTS, Steps
 from sage_jax.verify.math_client import MathWorker
 from sage_jax.verify.sandbox import IsolationError, Run, Slot
 from sage_jax.verify.verdict import Verdict
@@ -291,7 +291,7 @@ class Dispatcher:
         elif isinstance(lane.child, Slot):
             run = lane.task.run
             assert run is not None
-            if elapsed > STARVED * run.wall + SLOT_GRACE:
+            if elapsed > MOST_TESTS * STARVED * run.wall + SLOT_GRACE:
                 self._died(lane)
         elif lane.child.stage == "loading":
             if elapsed > START_LIMIT:

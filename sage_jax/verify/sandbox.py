@@ -41,7 +41,11 @@ class IsolationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """One program against one judge plan; limits in seconds and MB."""
+    """One program against one judge plan; limits in seconds and MB.
+
+    ``cpu`` is for all its tests and ``step``, if given, between one test passed and the next.
+    ``urgent`` lets it go before other work of the machine, where that is allowed.
+    """
 
     plan: Mapping[str, Any]
     source: Mapping[str, Any]
@@ -51,6 +55,8 @@ class Run:
     memory_mb: int
     seed: int = 0
     case: int = 0
+    step: float | None = None
+    urgent: bool = False
 
     @cached_property
     def plan_text(self) -> str:
@@ -148,9 +154,15 @@ class Slot(Child):
             stdin = _readable(run.stdin.encode("utf-8", "surrogatepass"))
         request = {
             "script": run.source["mode"] == "script",
-            "limits": {"cpu": run.cpu, "wall": run.wall, "memory": run.memory_mb << 20},
+            "limits": {
+                "cpu": run.cpu,
+                "step": run.step or run.cpu,
+                "wall": run.wall,
+                "memory": run.memory_mb << 20,
+            },
             "key": run.judge_key,
             "case": run.case,
+            "urgent": run.urgent,
             "mutates": bool(run.source.get("mutates")),
         }
         try:

@@ -1,6 +1,7 @@
 """The trusted tests of one task, as the judge reads them: once, however many programs it serves."""
 
 import ast
+import builtins
 import math
 import re
 
@@ -28,10 +29,20 @@ class Tests:
     def __init__(self, plan):
         self.plan = plan
         self._codes, self._pairs = {}, None
-        self.modules = []
+        self.modules, self.loose = [], []
+        self._given = ast.Module([], [])
+        trees = []
         if plan["mode"] == "asserts":
             self.modules = standard_modules(plan["chunks"])
-        self.shareable = shareable(plan, self.modules)
+            trees = parsed(plan["chunks"]) or []
+            self.loose = sorted(loose_names(trees) - set(plan["entry_points"]) - set(self.modules))
+        if self.loose:
+            self._given = definitions(plan.get("given", ()), self.loose)
+        self.shareable = shareable(plan, self.modules, [*trees, self._given])
+
+    def add_given(self, names):
+        """Add to ``names`` what the tests use and the task's own text defines."""
+        exec(compile(self._given, "given", "exec", dont_inherit=True), names)
 
     def code(self, number):
         """Compiled chunk ``number``; raises what compiling raises."""
@@ -54,7 +65,48 @@ def standard_modules(chunks):
     return [m for m in STANDARD if re.search(rf"(?<![\w.]){m}\.[a-z]", text)]
 
 
-def shareable(plan, modules):
+def parsed(chunks):
+    """Syntax trees, None if a chunk has no syntax."""
+    try:
+        return [ast.parse(chunk) for chunk in chunks]
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return None
+
+
+def loose_names(trees):
+    """Names that tests use and neither they nor the language define: helpers beside the entry
+    point. Functions have to come from a text of the task, classes may come from the solution.
+    """
+    used, bound = set(), set(dir(builtins))
+    for node in (node for tree in trees for node in ast.walk(tree)):
+        if isinstance(node, ast.Name):
+            (used if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        elif isinstance(node, ast.arg):
+            bound.add(node.arg)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            bound.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
+            bound.add(node.name)
+    return {name for name in used - bound if not name.startswith("__")}
+
+
+def definitions(texts, names):
+    """The functions called ``names`` and the imports of the first text that is a program with
+    such functions.
+    """
+    for text in texts:
+        trees = parsed([text])
+        body = trees[0].body if trees else []
+        wanted = [n for n in body if isinstance(n, ast.FunctionDef) and n.name in names]
+        if wanted:
+            imports = [n for n in body if isinstance(n, ast.Import | ast.ImportFrom)]
+            return ast.Module([*imports, *wanted], [])
+    return ast.Module([], [])
+
+
+def shareable(plan, modules, trees):
     """Whether running the tests cannot leave anything behind in the process.
 
     Pairs of values and expected output cannot. Asserts run with new globals each time; they are
@@ -65,11 +117,9 @@ def shareable(plan, modules):
         return True
     if plan["mode"] != "asserts" or not STATELESS.issuperset(modules):
         return False
-    try:
-        trees = [ast.parse(chunk) for chunk in plan["chunks"]]
-        return all(_harmless(node) for tree in trees for node in ast.walk(tree))
-    except (SyntaxError, ValueError, MemoryError, RecursionError):
-        return False
+    if len(trees) <= len(plan["chunks"]):
+        return False  # one of them has no syntax
+    return all(_harmless(node) for tree in trees for node in ast.walk(tree))
 
 
 def _harmless(node):

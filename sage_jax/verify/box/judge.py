@@ -13,11 +13,12 @@ import random
 import resource
 import signal
 import struct
+import time
 
 from checks import Tests
 from codec import CodecError, Connection, canonical, decode, encode
 from compare import copy_back, literal, matches, parse_input
-from remote import Lost, Remote, RemoteClass, local_exception
+from remote import HelperClass, Inert, Lost, Remote, RemoteClass, local_exception
 from wire import receive
 
 BATCH = 32
@@ -25,6 +26,7 @@ REFUSALS = ("missing_entry_point", "result_too_large", "too_deep", "not_plain")
 MAX_LITERAL = 4000
 MAX_STDOUT = 8 << 20
 MAX_GROWTH_KB = 64 << 10
+PROGRESS_EVERY = 0.2
 
 
 def main(plan_fd, link):
@@ -42,7 +44,7 @@ def main(plan_fd, link):
         if tests.plan["mode"] == "stdout":
             result = check_stdout(tests.plan, request["case"], descriptors[1])
         else:
-            result = Judge(Connection(descriptors[0]), tests).run()
+            result = Judge(Connection(descriptors[0]), tests, link).run()
         for number in descriptors:
             os.close(number)
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -92,9 +94,11 @@ def _near_text(a, b, atol):
 
 
 class Judge:
-    def __init__(self, connection, tests):
+    def __init__(self, connection, tests, link):
         self._connection, self._tests, self._plan = connection, tests, tests.plan
+        self._link, self._told = link, time.monotonic()
         self._remotes, self._exceptions, self._classes = {}, {}, set()
+        self._helpers = set()
         self._callbacks = []
         self._lost = None  # sticky: a test that swallows it still cannot pass
 
@@ -116,7 +120,16 @@ class Judge:
 
     def _asserts(self):
         names = {"__name__": "tests", "__builtins__": builtins}
+        try:
+            self._tests.add_given(names)
+        except Exception:  # the task's own text is broken
+            return verdict("error", "verifier_error")
         names.update(self._bind())
+        if loose := [name for name in self._tests.loose if name not in names]:
+            there = self.ask({"do": "classes", "of": loose})
+            for name in there if type(there) is list else []:
+                if name in loose:
+                    names[name] = self._helper(name)
         for module in self._tests.modules:
             names.setdefault(module, importlib.import_module(module))
         for number in range(len(self._plan["chunks"])):
@@ -128,7 +141,15 @@ class Judge:
                 return verdict("wrong", "assertion_failed")
             except Exception as error:  # whatever a test can raise is a verdict
                 return self._judge_exception(error)
+            self._progress()
         return verdict("correct")
+
+    def _progress(self):
+        """Tell the slot, now and then, that another test has passed: its clock starts again."""
+        now = time.monotonic()
+        if now - self._told > PROGRESS_EVERY:
+            self._told = now
+            self._link.sendall(b".")
 
     def _judge_exception(self, error):
         name = type(error).__name__
@@ -156,6 +177,7 @@ class Judge:
                     return self._judge_exception(error)
                 if not matches(got, want, plan["compare"], plan["atol"]):
                     return verdict("wrong", "result_mismatch")
+                self._progress()
         return verdict("correct")
 
     def _call_many(self, function, group):
@@ -237,8 +259,23 @@ class Judge:
             changed = decode(reply["arguments"], self._stand_in)
             for own, new in zip(arguments, changed if type(changed) is list else [], strict=False):
                 copy_back(own, new)
-        if message["do"] == "get" and isinstance(value, RemoteClass):
+        entry = message["do"] == "get" and message["n"] in self._plan["entry_points"]
+        if entry and isinstance(value, RemoteClass):
             self._classes.add(value._number)
+        return value
+
+    def _helper(self, name):
+        """A class of the solution that the tests use without its being an entry point."""
+        found = self.ask({"do": "get", "n": name})
+        if not isinstance(found, RemoteClass) or found._number in self._classes:
+            self._fail("wrong", "not_callable")
+        self._helpers.add(found._number)
+        return HelperClass(self, found._number, False)
+
+    def inert(self, message, arguments=None, keywords=None):
+        value = self.ask(message, arguments, keywords)
+        if value is not None and not isinstance(value, Inert):
+            raise TypeError("a class that is no entry point gave more than an object of its own")
         return value
 
     def _send(self, message, arguments, keywords):
@@ -322,6 +359,8 @@ class Judge:
                     return self._exceptions[number]
             if type(mro) is list:
                 self._remotes[number] = RemoteClass(self, number, True)
+            elif body.get("of") in self._helpers:
+                self._remotes[number] = Inert(self, number, False)
             else:
                 self._remotes[number] = Remote(self, number, body.get("of") in self._classes)
         return self._remotes[number]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import confine
 import judge
 import solution
-from watch import Clock, Watch, wait
+from watch import Clock, Watch, hurry, wait
 from wire import send
 
 JUDGE_MEMORY = 1 << 30
@@ -255,7 +255,10 @@ class Runner:
             if number is not None:
                 os.close(number)
         clock = Clock(child, self._how.proc)
-        watch = Watch(keeper.link.fileno(), output_in, limits["wall"], (clock, keeper.clock))
+        if request["urgent"]:
+            for number in (child, keeper.child):
+                hurry(number, self._how.proc)
+        watch = Watch(keeper.link.fileno(), output_in, limits, (clock, keeper.clock))
         watch.until_verdict()
         os.kill(child, signal.SIGKILL)
         ended = wait(child)
@@ -263,12 +266,13 @@ class Runner:
         locked = keeper.locked and os.read(ready, 1) == b"1"
         os.close(ready)
         watch.drain()
-        usage = self._judge_usage(keeper, watch.reusable)
+        usage = self._judge_usage(keeper, watch.reusable and not request["urgent"])
         self._clean_scratch()
         return {
             "verdict": watch.answer(),
             "locked": locked,
             "wall_hit": watch.wall_hit,
+            "cpu_hit": watch.cpu_hit,
             "output_hit": watch.output_hit,
             "late": watch.late,
             "starved": watch.starved,

@@ -160,6 +160,8 @@ class Server:
             if message["n"] not in self._names:
                 raise CodecError("missing_entry_point")
             return self._names[message["n"]]
+        if what == "classes":
+            return [name for name in message["of"] if isinstance(self._names.get(name), type)]
         target = self._objects[message["h"]]
         if what == "attr":
             return getattr(target, message["n"])
