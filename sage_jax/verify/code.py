@@ -77,6 +77,9 @@ def reference_tests(inputs: Sequence[str], expected: Sequence[str]) -> dict[str,
 def code_job(payload: Mapping[str, Any], limits: Limits) -> Steps:
     """Steps of a ``code`` job. Raises ValueError naming the field of a malformed payload."""
     limits = _row_limits(payload, limits)
+    solution = payload.get("solution")
+    if isinstance(solution, str) and len(solution) > MAX_PROGRAM:
+        return _too_large()
     solution = _text(payload, "solution")
     tests = payload.get("tests")
     if isinstance(tests, Mapping) and tests.get("kind") == "stdio":
@@ -102,6 +105,12 @@ def code_job(payload: Mapping[str, Any], limits: Limits) -> Steps:
     if probe is not None and not isinstance(probe, str):
         raise ValueError(f"determinism_probe must be an expression, got {type(probe).__name__}")
     return _function(run, probe)
+
+
+def _too_large() -> Steps:
+    """A program beyond all bounds is the response's own doing and no malformed row."""
+    return Verdict("error", "program_too_large")
+    yield  # never reached: makes this a job without runs
 
 
 def _attempt(run: Run) -> Steps:
@@ -162,6 +171,9 @@ def reference_job(payload: Mapping[str, Any], limits: Limits) -> Steps:
     and no constant, identity or empty stand-in would pass the resulting tests.
     """
     limits = _row_limits(payload, limits)
+    solution = payload.get("solution")
+    if isinstance(solution, str) and len(solution) > MAX_PROGRAM:
+        return _too_large()
     solution = _text(payload, "solution")
     name = _text(payload, "entry_point")
     inputs = list(_texts(payload, "inputs"))

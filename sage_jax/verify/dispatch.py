@@ -36,6 +36,7 @@ class Task:
     ids: list[str]
     payload: dict[str, Any]
     steps: Steps | None
+    size: int  # characters of the payload
     run: Run | None = None
     deaths: int = 0
 
