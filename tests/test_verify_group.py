@@ -71,7 +71,8 @@ def test_no_program_moves_the_verdict_of_the_next(verifier):
     for number, text in enumerate(NEIGHBOURS.values()):
         programs += [text, f"{RIGHT}# {number}\n", f"{WRONG}# {number}\n"]
     verdicts = run(verifier, programs)
-    for name, (bad, right, wrong) in zip(NEIGHBOURS, zip(*[iter(verdicts)] * 3), strict=True):
+    for place, name in enumerate(NEIGHBOURS):
+        bad, right, wrong = verdicts[3 * place : 3 * place + 3]
         assert not bad.correct and not bad.masked, (name, bad)
         assert right.correct, (name, right)
         assert (wrong.verdict, wrong.reason) == ("wrong", "assertion_failed"), (name, wrong)
@@ -129,11 +130,10 @@ def family(root):
     parents = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            parents[int(folder.name)] = int(
-                (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
-            )
+            fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
         except OSError:
             continue
+        parents[int(folder.name)] = int(fields[1])
     found = {root}
     while more := {pid for pid, above in parents.items() if above in found} - found:
         found |= more
@@ -149,10 +149,10 @@ SLOW += "    while time.process_time() < end: pass\n    return n\n"
 def test_many_tests_have_more_time_together_but_none_alone(verifier):
     tests = {"kind": "io", "args": [f"[{n}]" for n in range(24)],
              "expected": [str(n) for n in range(24)]}  # fmt: skip
-    some = "def f(n):\n    return n if n > 3 else slow(n)\n" + SLOW.replace("f(n)", "slow(n)")
+    some = "def f(n):\n    return n if n > 2 else slow(n)\n" + SLOW.replace("f(n)", "slow(n)")
     stuck = "def f(n):\n    while n == 5: pass\n    return n\n"
     verdicts = run(verifier, [some, stuck], tests)
-    assert verdicts[0].correct and verdicts[0].cpu_ms > 1500
+    assert verdicts[0].correct and verdicts[0].cpu_ms > 1100
     assert verdicts[1].reason == "cpu_limit" and verdicts[1].cpu_ms < 2000
     few = {name: values[:4] if isinstance(values, list) else values
            for name, values in tests.items()}  # fmt: skip
@@ -170,7 +170,7 @@ class StoppedClock:
         (0.0, 0.0, "wall_hit"),  # a sleeper
         (0.1, 9.0, None),  # ready all the time, on a host that lets others go first
         (1.5, 0.0, "cpu_hit"),
-        (0.2, None, None),  # nothing known about waiting: some CPU counts as work
+        (0.7, None, None),  # nothing known about waiting: some CPU counts as work
     ],
 )
 def test_the_wall_limit_is_for_those_who_sleep(used, delayed, ended):
@@ -184,9 +184,8 @@ def test_the_wall_limit_is_for_those_who_sleep(used, delayed, ended):
     os.close(reader)
     os.close(writer)
     assert (left <= 0) == (ended is not None)
-    assert [name for name in ("wall_hit", "cpu_hit") if getattr(seen, name)] == [ended] * bool(
-        ended
-    )
+    flags = [name for name in ("wall_hit", "cpu_hit") if getattr(seen, name)]
+    assert flags == ([ended] if ended else [])
 
 
 def test_a_right_answer_that_came_late_is_nobodys():
@@ -214,10 +213,8 @@ def test_functions_that_tests_call_come_from_the_task(verifier, field):
     given = {field: PACK + "def f(s):\n    '''Undo pack.'''\n"}
     right = PACK + "def f(s):\n    return s[1:]\n"
     cheat = "def pack(s):\n    return s\ndef f(s):\n    return s\n"
-    assert [v.verdict for v in run(verifier, [right, cheat], tests, **given)] == [
-        "correct",
-        "wrong",
-    ]
+    verdicts = run(verifier, [right, cheat], tests, **given)
+    assert [verdict.verdict for verdict in verdicts] == ["correct", "wrong"]
     assert run(verifier, [cheat], tests)[0].masked
 
 
