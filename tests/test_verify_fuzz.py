@@ -16,7 +16,8 @@ from sage_jax.verify.verdict import VERDICTS
 PIECES = st.sampled_from(
     r"""\frac \dfrac {1}{2} { } ( ) [ ] \{ \} ^ _ ^{ _{ \sqrt \sqrt[3]{ \pi e i x y n \infty \cup
     \in \le < > = \ne \pm + - * / \cdot \times ! !! % \% ° ^\circ \text{ cm km hours \mathrm{ , ; :
-    . .. 0 1 2 10 007 1.5 .5 1e9 999999999999 \log \ln \sin \cos \tan^{-1} \binom{ \begin{pmatrix} & \\
+    . .. 0 1 2 10 007 1.5 .5 1e9 999999999999 \log \ln \sin \cos \tan^{-1} \binom{ & \\
+    \begin{pmatrix}
     \end{pmatrix} \begin{cases} \end{cases} \left( \right) \left[ \right. \boxed{ \fbox{ \overline{
     \$ $ $$ # #### </think> <think> <answer> </answer> answer is Answer: The and or x=1 A (B) ½ √ ²
     ∞ − 　 ​ ３ \u202e ''' \" \x00 __import__ lambda eval \sum_{k=1}^ \int_0^1 \lim \det |x| ||

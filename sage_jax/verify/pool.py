@@ -21,7 +21,7 @@ from sage_jax.verify.sandbox import LEVELS, NAMES, describe, isolation, require
 from sage_jax.verify.verdict import Job, Verdict
 
 POLICIES = ("eval", "reward")
-CACHE_SIZE = 100_000
+CACHE_SIZE = 10_000
 CACHE_TEXT = 64 << 20  # characters of output and values that cached verdicts may hold
 START_TIMEOUT = 60.0
 
