@@ -81,7 +81,8 @@ def changeable(node: ast.AST) -> bool:
 
 def change(node: Any) -> None:
     if isinstance(node, ast.Constant):
-        node.value = not node.value if isinstance(node.value, bool) else node.value + 1
+        value: Any = node.value
+        node.value = not value if isinstance(value, bool) else value + 1
     elif isinstance(node, ast.Compare):
         node.ops[0] = SWAPS[type(node.ops[0])]()
     else:
