@@ -4,7 +4,8 @@
 
 Half are maths; of the programs some are right, wrong, crash, exit, print or leave files, and one in
 500 loops until its limit. Exits 1 if memory or descriptors grow by more than 10 % in the second
-half (the first fills the cache, which holds 10,000 verdicts), if a verdict is not the expected one, or if a process is left at the end.
+half (the first fills the cache, which holds 10,000 verdicts), if a verdict is not the expected one,
+or if a process is left at the end.
 """
 
 from __future__ import annotations
