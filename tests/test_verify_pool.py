@@ -225,6 +225,40 @@ def test_a_killed_slot_is_replaced():
         assert verifier.run([Job("b", "code", other)])["b"].correct
 
 
+def test_a_program_beyond_all_bounds_is_a_verdict_and_no_crash_of_the_caller():
+    huge = {**GOOD, "solution": "#" * (1 << 20) + "\n" + GOOD["solution"]}
+    reference = {"solution": huge["solution"], "entry_point": "f", "inputs": ["1"]}
+    with Verifier(workers=1) as verifier:
+        verdicts = verifier.run([Job("a", "code", huge), Job("r", "code_reference", reference)])
+    for verdict in verdicts.values():
+        assert (verdict.verdict, verdict.reason) == ("error", "program_too_large")
+        assert not verdict.masked
+
+
+def test_submit_blocks_while_as_much_as_may_wait_is_waiting():
+    with Verifier(code=False, workers=1, max_waiting=3) as verifier:
+        most = 0
+        for n in range(12):
+            verifier.submit(math_job(str(n), prediction=f"\\boxed{{{n}}}"))
+            most = max(most, len(verifier.waiting()))
+        assert most <= 3
+        found = []
+        while len(found) < 12:
+            found += verifier.poll(timeout=30)
+        assert sorted(int(name) for name, _ in found) == list(range(12))
+    with Verifier(code=False, workers=1, max_text=50) as verifier:  # one job is always let in
+        assert len(verifier.run([math_job("a" * 60), math_job("b", prediction="x" * 90)])) == 2
+
+
+def test_the_cache_is_bounded_by_its_text(monkeypatch):
+    monkeypatch.setattr("sage_jax.verify.pool.CACHE_TEXT", 10_000)
+    with Verifier(workers=1) as verifier:
+        loud = "print('x' * 4000)\n" + GOOD["solution"]
+        jobs = [Job(str(n), "code", {**GOOD, "solution": f"{loud}# {n}"}) for n in range(6)]
+        assert all(verdict.correct for verdict in verifier.run(jobs).values())
+        assert 1 <= len(verifier._cache) <= 2
+
+
 def test_masked_verdicts_are_not_cached():
     broken = {**GOOD, "tests": "assert ("}
     with Verifier(workers=1) as verifier:
@@ -238,6 +272,7 @@ def test_masked_verdicts_are_not_cached():
         ({"workers": 0}, "workers"),
         ({"policy": "soft"}, "policy"),
         ({"require_level": "Z"}, "level"),
+        ({"max_waiting": 0}, "max_waiting"),
     ],
 )
 def test_arguments_out_of_range(change, word):

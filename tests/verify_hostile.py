@@ -124,6 +124,16 @@ def marked():
     return found
 
 
+def settles(at_rest):
+    """Whether within 2 seconds nothing marked is left, and no more processes than at rest."""
+    deadline = time.monotonic() + 2
+    while marked() or len(descendants()) > at_rest:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
 def check(case, verifier, around, watcher, weaker, at_rest):
     """Names of the promises ``case`` broke."""
     for marker in case.get("markers", ()):
@@ -159,7 +169,7 @@ def check(case, verifier, around, watcher, weaker, at_rest):
             "verdict_pass": lambda: shown == "pass",
             "parent_alive": lambda: True,
             "next_program_ok": lambda follow=follow: follow.correct,
-            "no_process_left_2s": lambda: not marked() and len(descendants()) <= at_rest,
+            "no_process_left_2s": lambda: settles(at_rest),
             "no_file_outside": lambda: not any(Path(m).exists() for m in case["markers"]),
             "no_secret_in_output": lambda: "CANARY-" not in repr(verdict),
             "no_tcp_connection": lambda: around.heard == 0,
@@ -187,6 +197,7 @@ def run_cases(cases, without=(), require_level="B", show=None):
                 weaker = ["no_mount_ns"]
             verifier.run([Job("warm", "code", {**NEXT, "tests": "assert f(1) == 1",
                                                "determinism_probe": "f(1)"})])  # fmt: skip
+            time.sleep(1)
             at_rest = len(descendants())
             watcher = Watcher()
             for case in cases:

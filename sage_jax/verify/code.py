@@ -21,8 +21,12 @@ PYTHON_MARKS = ("python", "py", "python3")
 MAX_INPUTS, MAX_INPUT_TEXT = 64, 4000
 CPU_SLACK = 0.05
 LARGEST = 1e300
+MAX_GIVEN = 20_000
+TESTS, MOST_TESTS = 8, 5  # the CPU limit is for so many tests; how often it may be multiplied
 Steps = Generator[Run, dict[str, Any], Verdict]
-SANDBOX_KEYS = ("verdict", "wall_hit", "output_hit", "solution", "judge", "locked")
+SANDBOX_KEYS = frozenset(
+    "verdict wall_hit cpu_hit output_hit late starved solution judge locked".split()
+)
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,9 @@ def reference_tests(inputs: Sequence[str], expected: Sequence[str]) -> dict[str,
 def code_job(payload: Mapping[str, Any], limits: Limits) -> Steps:
     """Steps of a ``code`` job. Raises ValueError naming the field of a malformed payload."""
     limits = _row_limits(payload, limits)
+    solution = payload.get("solution")
+    if isinstance(solution, str) and len(solution) > MAX_PROGRAM:
+        return _too_large()
     solution = _text(payload, "solution")
     tests = payload.get("tests")
     if isinstance(tests, Mapping) and tests.get("kind") == "stdio":
@@ -80,20 +87,42 @@ def code_job(payload: Mapping[str, Any], limits: Limits) -> Steps:
     names = _entry_points(payload)
     plan = _plan(tests, names)
     plan["mutates"] = bool(payload.get("mutates_args", False))
+    if plan["mode"] == "asserts":
+        # Texts of the task that may define functions its tests call beside the entry point.
+        texts = [payload.get(name) for name in ("question", "canonical_solution")]
+        plan["given"] = [t for t in texts if isinstance(t, str) and len(t) <= MAX_GIVEN]
     source = {"mode": "function", "source": solution, "mutates": plan["mutates"]}
     stdin = payload.get("stdin") or ""
     if not isinstance(stdin, str):
         raise ValueError(f"stdin must be text, got {type(stdin).__name__}")
-    run = Run(plan, source, stdin, limits.cpu, limits.wall, limits.memory_mb)
+    # Large sets of tests get more in all, but no single test does.
+    count = len(plan.get("args") or plan["chunks"])
+    cpu = math.ceil(limits.cpu * min(MOST_TESTS, max(1.0, count / TESTS)))
+    if payload.get("time_limit") is not None:
+        cpu = limits.cpu
+    run = Run(plan, source, stdin, cpu, limits.wall, limits.memory_mb, step=limits.cpu)
     probe = payload.get("determinism_probe")
     if probe is not None and not isinstance(probe, str):
         raise ValueError(f"determinism_probe must be an expression, got {type(probe).__name__}")
     return _function(run, probe)
 
 
-def _function(run: Run, probe: str | None) -> Steps:
+def _too_large() -> Steps:
+    """A program beyond all bounds is the response's own doing and no malformed row."""
+    return Verdict("error", "program_too_large")
+    yield  # never reached: makes this a job without runs
+
+
+def _attempt(run: Run) -> Steps:
+    """One run, twice where the host was too busy to tell."""
     outcome = yield run
-    result = interpret(outcome, run)
+    if _host_too_busy(outcome):
+        outcome = yield replace(run, urgent=True)
+    return interpret(outcome, run)
+
+
+def _function(run: Run, probe: str | None) -> Steps:
+    result = yield from _attempt(run)
     if probe is None:
         return result
     plan = {"mode": "probe", "expression": probe, "entry_points": run.plan["entry_points"]}
@@ -119,10 +148,10 @@ def _stdio(solution: str, tests: Mapping[str, Any], limits: Limits) -> Steps:
 
     def steps() -> Steps:
         total = Verdict("correct")
-        for text, wanted in zip(inputs, outputs, strict=True):
-            plan = {"mode": "stdout", "expected": wanted, "atol": atol}
-            run = Run(plan, source, text, limits.cpu, limits.wall, limits.memory_mb)
-            result = interpret((yield run), run)
+        plan = {"mode": "stdout", "expected": list(outputs), "atol": atol}
+        for case, text in enumerate(inputs):
+            run = Run(plan, source, text, limits.cpu, limits.wall, limits.memory_mb, case=case)
+            result = yield from _attempt(run)
             total = replace(
                 result,
                 ms=total.ms + result.ms,
@@ -142,6 +171,9 @@ def reference_job(payload: Mapping[str, Any], limits: Limits) -> Steps:
     and no constant, identity or empty stand-in would pass the resulting tests.
     """
     limits = _row_limits(payload, limits)
+    solution = payload.get("solution")
+    if isinstance(solution, str) and len(solution) > MAX_PROGRAM:
+        return _too_large()
     solution = _text(payload, "solution")
     name = _text(payload, "entry_point")
     inputs = list(_texts(payload, "inputs"))
@@ -278,7 +310,8 @@ def _number(payload: Mapping[str, Any], name: str, default: float) -> float:
 
 def interpret(outcome: Mapping[str, Any], run: Run) -> Verdict:
     """The verdict of one run from the zygote's account of it."""
-    if any(key not in outcome for key in SANDBOX_KEYS) or not outcome["locked"]:
+    unusable = not SANDBOX_KEYS.issubset(outcome)
+    if unusable or not outcome["locked"] or _host_too_busy(outcome):
         return Verdict("error", "sandbox_error")
     solution, judge = outcome["solution"], outcome["judge"]
     reply = _judge_reply(outcome)
@@ -286,6 +319,8 @@ def interpret(outcome: Mapping[str, Any], run: Run) -> Verdict:
     out_of_cpu = _out_of_cpu(solution, run.cpu)
     if outcome["output_hit"]:
         verdict, reason = "error", "output_limit"
+    elif outcome["cpu_hit"]:
+        verdict, reason = "timeout", "cpu_limit"
     elif outcome["wall_hit"]:
         verdict, reason = "timeout", "wall_limit"
     elif verdict is None or reason == "lost":
@@ -313,6 +348,14 @@ def interpret(outcome: Mapping[str, Any], run: Run) -> Verdict:
     )
 
 
+def _host_too_busy(outcome: Mapping[str, Any]) -> bool:
+    """A program that is right, but took far longer than it may on a host that kept it waiting:
+    it may have been saved by the clock, so this is nobody's verdict.
+    """
+    late = outcome.get("late") and _judge_reply(outcome).get("verdict") == "correct"
+    return bool(late or outcome.get("starved"))
+
+
 def _judge_reply(outcome: Mapping[str, Any]) -> dict[str, Any]:
     try:
         reply = json.loads(outcome["verdict"])
@@ -323,7 +366,8 @@ def _judge_reply(outcome: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _out_of_cpu(usage: Mapping[str, Any], limit: int) -> bool:
-    return usage["signal"] == signal.SIGXCPU or usage["cpu"] >= limit - CPU_SLACK
+    ended = usage["signal"] in (signal.SIGXCPU, signal.SIGPROF)
+    return ended or usage["cpu"] >= limit - CPU_SLACK
 
 
 def _signal_name(number: int) -> str:

@@ -9,10 +9,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from sage_jax.verify.child import Child, ChildDied
-from sage_jax.verify.code import Steps
+from sage_jax.verify.code import MOST_TESTS, Steps
 from sage_jax.verify.math_client import MathWorker
 from sage_jax.verify.sandbox import IsolationError, Run, Slot
 from sage_jax.verify.verdict import Verdict
@@ -22,6 +23,8 @@ START_LIMIT = 60.0  # seconds for a worker to come up on a loaded machine
 WALL_FACTOR = 10.0  # a maths job is ended by CPU time, or by this many times that in wall time
 SLOT_GRACE = 10.0
 MAX_FAILED_STARTS = 3
+WINDOW, GROUP_RUNS = 64, 64  # how far to look for tests already loaded, and how often in a row
+STARVED = 25  # times its wall limit, after which a slot must have ended a program
 
 
 @dataclass
@@ -33,6 +36,7 @@ class Task:
     ids: list[str]
     payload: dict[str, Any]
     steps: Steps | None
+    size: int  # characters of the payload
     run: Run | None = None
     deaths: int = 0
 
@@ -159,7 +163,7 @@ class Dispatcher:
     ) -> None:
         for lane in [lane for lane in self._lanes if mine(lane.child)]:
             if queue and lane.task is None and not self._starting(lane):
-                self._start(lane, queue.popleft())
+                self._start(lane, self._pick(queue, lane))
         # Only now: a worker found dead when it was given its task has left and needs a successor.
         lanes = [lane for lane in self._lanes if mine(lane.child)]
         starting = sum(self._starting(lane) for lane in lanes)
@@ -174,6 +178,30 @@ class Dispatcher:
             while queue:
                 self._finished(queue.popleft(), Verdict("error", reason))
             self._failed_starts = 0
+
+    def _pick(self, queue: deque[Task], lane: Lane) -> Task:
+        """The task to do next: one with the tests a slot's judge already holds, if it is near the
+        front and the judge has not served many; else the first that is not waiting for another
+        slot's judge; else the first.
+        """
+        if not isinstance(lane.child, Slot):
+            return queue.popleft()
+        mine = lane.child.judge_key if lane.child.group_runs < GROUP_RUNS else ""
+        others = {
+            other.child.judge_key
+            for other in self._lanes
+            if other is not lane and isinstance(other.child, Slot)
+        }
+        first = -1
+        for place, task in enumerate(islice(queue, WINDOW)):
+            key = task.run.judge_key if task.run else ""
+            if key == mine or (first < 0 and key not in others):
+                first = place
+            if key == mine:
+                break
+        task = queue[max(first, 0)]
+        del queue[max(first, 0)]
+        return task
 
     @staticmethod
     def _starting(lane: Lane) -> bool:
@@ -264,7 +292,7 @@ class Dispatcher:
         elif isinstance(lane.child, Slot):
             run = lane.task.run
             assert run is not None
-            if elapsed > 2 * run.wall + SLOT_GRACE:
+            if elapsed > MOST_TESTS * STARVED * run.wall + SLOT_GRACE:
                 self._died(lane)
         elif lane.child.stage == "loading":
             if elapsed > START_LIMIT:

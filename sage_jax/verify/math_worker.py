@@ -57,7 +57,8 @@ def lock_down() -> None:
         confine.dumpable(False)
         if abi := confine.landlock_abi():
             paths = [p for p in [*sys.path, sys.prefix] if os.path.isdir(p)]
-            confine.landlock(abi, [*confine.readable_roots(), *paths], None, [])
+            roots = [*confine.readable_roots(), *paths]
+            confine.landlock_enter(confine.landlock_rules(abi, roots, None, []))
         seccomp.Filter().install(confine.libc)
     except (OSError, ValueError, AttributeError) as error:
         print(f"maths worker without confinement: {error}", file=sys.stderr)

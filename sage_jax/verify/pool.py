@@ -21,7 +21,8 @@ from sage_jax.verify.sandbox import LEVELS, NAMES, describe, isolation, require
 from sage_jax.verify.verdict import Job, Verdict
 
 POLICIES = ("eval", "reward")
-CACHE_SIZE = 100_000
+CACHE_SIZE = 10_000
+CACHE_TEXT = 64 << 20  # characters of output and values that cached verdicts may hold
 START_TIMEOUT = 60.0
 
 
@@ -34,6 +35,8 @@ class Verifier:
     time_limit        wall seconds that end a sleeping program
     cpu_limit         CPU seconds of one program
     memory_mb         address space of one program
+    max_waiting       jobs, and
+    max_text          characters of their payloads, that may wait before ``submit`` blocks
     require_level     lowest sandbox level to accept, A to D, or ``none``
     code              False = maths only; the sandbox is then neither started nor checked
     without           layers to leave out, for trying a weaker level
@@ -51,12 +54,17 @@ class Verifier:
         time_limit: float = 4.0,
         cpu_limit: int = 3,
         memory_mb: int = 512,
+        max_waiting: int = 20_000,
+        max_text: int = 256 << 20,
         require_level: str = "B",
         code: bool = True,
         without: Sequence[str] = (),
     ) -> None:
         if workers < 1:
             raise ValueError(f"workers must be at least 1, got {workers}")
+        for name, bound in (("max_waiting", max_waiting), ("max_text", max_text)):
+            if bound < 1:
+                raise ValueError(f"{name} must be at least 1, got {bound}")
         if policy not in POLICIES:
             raise ValueError(f"policy must be eval or reward, got {policy!r}")
         if require_level not in (*LEVELS, "none"):
@@ -66,6 +74,8 @@ class Verifier:
         self._changed = threading.Condition()
         self._ready: OrderedDict[str, Verdict] = OrderedDict()
         self._waiting: dict[str, float] = {}
+        self._max_waiting, self._max_text = max_waiting, max_text
+        self._text = self._cached_text = 0
         self._tasks: dict[str, Task] = {}
         self._cache: OrderedDict[str, Verdict] = OrderedDict()
         self._layers: dict | None = None
@@ -100,7 +110,8 @@ class Verifier:
     # --- jobs -----------------------------------------------------------------------------
 
     def submit(self, job: Job) -> None:
-        """Queue a job and return at once.
+        """Queue a job and return at once, unless as much as may wait is waiting: then block until
+        workers have finished some of it. Verdicts not yet polled do not count.
 
         Raises ValueError for a malformed payload (the message names the field), for an id still
         waiting, and RuntimeError after ``close``.
@@ -117,13 +128,21 @@ class Verifier:
                 self._ready[job.id] = known
                 self._changed.notify_all()
                 return
+            self._changed.wait_for(lambda: self._closed or self._has_room(task))
+            if self._closed:
+                raise RuntimeError("the verifier is closed")
             self._waiting[job.id] = time.monotonic()
             running = self._tasks.get(task.key)
             if running is not None:
                 running.ids.append(job.id)
                 return
             self._tasks[task.key] = task
+            self._text += task.size
         self._dispatcher.put(task)
+
+    def _has_room(self, task: Task) -> bool:
+        full = len(self._waiting) >= self._max_waiting or self._text + task.size > self._max_text
+        return not full or not self._waiting
 
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Verdict]]:
         """Verdicts finished since the last call; waits up to ``timeout`` seconds for one."""
@@ -188,7 +207,8 @@ class Verifier:
             payload = check_payload(job.kind, payload)
         text = json.dumps([job.kind, limits, payload], sort_keys=True, default=list)
         key = hashlib.sha256(text.encode()).hexdigest()
-        return Task(key, job.kind, [job.id], {**payload, "policy": self._policy}, steps)
+        payload["policy"] = self._policy
+        return Task(key, job.kind, [job.id], payload, steps, len(text))
 
     def _finish(self, task: Task, verdict: Verdict) -> None:
         if task.steps is not None and self._layers is not None:
@@ -196,11 +216,22 @@ class Verifier:
             verdict = Verdict(**{**verdict.__dict__, "isolation": level})
         with self._changed:
             self._tasks.pop(task.key, None)
+            self._text -= task.size
             if not verdict.masked:
-                self._cache[task.key] = verdict
-                while len(self._cache) > CACHE_SIZE:
-                    self._cache.popitem(last=False)
+                self._remember(task.key, verdict)
             for name in task.ids:
                 if self._waiting.pop(name, None) is not None:
                     self._ready[name] = verdict
             self._changed.notify_all()
+
+    def _remember(self, key: str, verdict: Verdict) -> None:
+        if (known := self._cache.pop(key, None)) is not None:
+            self._cached_text -= _text_size(known)
+        self._cache[key] = verdict
+        self._cached_text += _text_size(verdict)
+        while len(self._cache) > CACHE_SIZE or self._cached_text > CACHE_TEXT:
+            self._cached_text -= _text_size(self._cache.popitem(last=False)[1])
+
+
+def _text_size(verdict: Verdict) -> int:
+    return len(verdict.output_tail or "") + sum(map(len, verdict.expected or ()))

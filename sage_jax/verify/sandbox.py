@@ -6,12 +6,14 @@ that owns the verdict and a solution that owns nothing.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,11 @@ class IsolationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Run:
-    """One program against one judge plan; limits in seconds and MB."""
+    """One program against one judge plan; limits in seconds and MB.
+
+    ``cpu`` is for all its tests and ``step``, if given, between one test passed and the next.
+    ``urgent`` lets it go before other work of the machine, where that is allowed.
+    """
 
     plan: Mapping[str, Any]
     source: Mapping[str, Any]
@@ -48,6 +54,18 @@ class Run:
     wall: float
     memory_mb: int
     seed: int = 0
+    case: int = 0
+    step: float | None = None
+    urgent: bool = False
+
+    @cached_property
+    def plan_text(self) -> str:
+        return json.dumps(self.plan)
+
+    @cached_property
+    def judge_key(self) -> str:
+        """Runs with the same key may be served by the same judge."""
+        return hashlib.sha256(f"{self.cpu} {self.plan_text}".encode()).hexdigest()
 
 
 def isolation(layers: Mapping[str, Any]) -> tuple[str, list[str]]:
@@ -111,6 +129,9 @@ class Slot(Child):
         self.seed = seed
         self.layers: dict[str, Any] | None = None
         self.runs = 0
+        self.judge_key = ""  # of the last run: its judge may still be there
+        self.group_runs = 0  # with that key in a row
+        self._plan, self._empty = -1, os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         options = {
             "parent": os.getpid(),
             "without": list(without),
@@ -121,19 +142,41 @@ class Slot(Child):
 
     def start_run(self, run: Run) -> None:
         """Hand a run over; the reply is the zygote's account of it. Raises ChildDied."""
-        texts = (
-            json.dumps(run.plan),
-            json.dumps(run.source),
-            run.stdin.encode("utf-8", "surrogatepass"),
-        )
-        descriptors = [_sealed(text) for text in texts]
-        limits = {"cpu": run.cpu, "wall": run.wall, "memory": run.memory_mb << 20}
+        if self.judge_key != run.judge_key:
+            self._close_plan()
+            self._plan, self.judge_key = _readable(run.plan_text.encode()), run.judge_key
+            self.group_runs = 0
+        self.group_runs += 1
+        os.lseek(self._plan, 0, os.SEEK_SET)
+        source = _readable(run.source["source"].encode("utf-8", "surrogatepass"))
+        stdin = self._empty
+        if run.stdin:
+            stdin = _readable(run.stdin.encode("utf-8", "surrogatepass"))
+        request = {
+            "script": run.source["mode"] == "script",
+            "limits": {
+                "cpu": run.cpu,
+                "step": run.step or run.cpu,
+                "wall": run.wall,
+                "memory": run.memory_mb << 20,
+            },
+            "key": run.judge_key,
+            "case": run.case,
+            "urgent": run.urgent,
+            "mutates": bool(run.source.get("mutates")),
+        }
         try:
-            self.send({"script": run.source["mode"] == "script", "limits": limits}, descriptors)
+            self.send(request, (self._plan, source, stdin))
         finally:
-            for number in descriptors:
-                os.close(number)
+            os.close(source)
+            if run.stdin:
+                os.close(stdin)
         self.runs += 1
+
+    def _close_plan(self) -> None:
+        if self._plan >= 0:
+            os.close(self._plan)
+            self._plan = -1
 
     @property
     def worn(self) -> bool:
@@ -141,14 +184,17 @@ class Slot(Child):
 
     def kill(self) -> None:
         super().kill()
+        self._close_plan()
+        if self._empty >= 0:
+            os.close(self._empty)
+            self._empty = -1
         base = (self.layers or {}).get("base")
         if base:
             shutil.rmtree(base, ignore_errors=True)
 
 
-def _sealed(text: str | bytes) -> int:
-    """A descriptor that reads as ``text``; bytes stay out of pipes and files of the disk."""
-    data = text.encode() if isinstance(text, str) else text
+def _readable(data: bytes) -> int:
+    """A descriptor that reads as ``data``, which stays out of pipes and files of the disk."""
     number = os.memfd_create("run")
     while data:
         data = data[os.write(number, data) :]

@@ -10,6 +10,7 @@ import fractions
 import json
 import math
 import struct
+from os import read, write  # by value: a program may put others in os
 from typing import Any
 
 MAX_FRAME = 4 << 20
@@ -22,10 +23,10 @@ class CodecError(Exception):
 
 
 class Connection:
-    """Length-framed JSON over one socket. ``receive`` raises EOFError when the peer is gone."""
+    """Length-framed JSON over a stream. ``receive`` raises EOFError when the peer is gone."""
 
-    def __init__(self, sock):
-        self._sock = sock
+    def __init__(self, descriptor):
+        self._descriptor = descriptor
 
     def send(self, message):
         try:
@@ -34,7 +35,9 @@ class Connection:
             raise CodecError("not_plain") from error
         if len(text) > MAX_FRAME:
             raise CodecError("result_too_large")
-        self._sock.sendall(struct.pack(">I", len(text)) + text)
+        text = struct.pack(">I", len(text)) + text
+        while text:
+            text = text[write(self._descriptor, text) :]
 
     def receive(self):
         (size,) = struct.unpack(">I", self._read(4))
@@ -48,7 +51,7 @@ class Connection:
     def _read(self, size):
         parts = []
         while size:
-            part = self._sock.recv(min(size, 1 << 20))
+            part = read(self._descriptor, min(size, 1 << 20))
             if not part:
                 raise EOFError
             parts.append(part)

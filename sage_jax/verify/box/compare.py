@@ -2,21 +2,9 @@
 
 import ast
 import math
-import re
 
 from codec import CodecError
 from remote import Remote
-
-STANDARD = (
-    "bisect cmath collections copy datetime decimal fractions functools heapq itertools math "
-    "operator random re statistics string sys"
-).split()
-
-
-def standard_modules(chunks, taken):
-    """Modules that tests use without importing them: many data sets leave that to the solution."""
-    text = "\n".join(chunks)
-    return [m for m in STANDARD if m not in taken and re.search(rf"(?<![\w.]){m}\.[a-z]", text)]
 
 
 def parse_input(text):

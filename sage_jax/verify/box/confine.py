@@ -13,6 +13,7 @@ import sys
 
 libc = ctypes.CDLL(None, use_errno=True)
 libc.syscall.restype = ctypes.c_long
+_libc_fork = ctypes.PyDLL(None, use_errno=True).fork  # holds the interpreter lock throughout
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 PR_SET_KEEPCAPS, CAP_DAC_READ_SEARCH = 8, 1 << 2
@@ -37,6 +38,13 @@ def check(result: int, what: str) -> int:
     return result
 
 
+def fork() -> int:
+    """fork(2) past the interpreter: its repairs after a fork are for processes with threads, and
+    cost more page copies than most programs. The caller has one thread.
+    """
+    return check(_libc_fork(), "fork")
+
+
 def death_signal(number: int) -> None:
     """Ask for a signal when the thread that made this process ends."""
     check(libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0), "pdeathsig")
@@ -49,24 +57,28 @@ def die_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def set_limits(cpu: int, memory: int, file_size: int, files: int, tasks: int | None) -> None:
-    """CPU seconds (soft; one more is hard), address space and file size in bytes, counts."""
-    limits = [
-        (resource.RLIMIT_CPU, cpu, cpu + 1),
-        (resource.RLIMIT_AS, memory, memory),
-        (resource.RLIMIT_FSIZE, file_size, file_size),
-        (resource.RLIMIT_NOFILE, files, files),
-        (resource.RLIMIT_CORE, 0, 0),
-        (resource.RLIMIT_MEMLOCK, 0, 0),
-        (resource.RLIMIT_MSGQUEUE, 0, 0),
-    ]
+def set_common_limits(file_size: int) -> None:
+    """Those a slot may have as well: bytes of a file, no core, nothing locked, no queues."""
+    limit(resource.RLIMIT_FSIZE, file_size, file_size)
+    for kind in (resource.RLIMIT_CORE, resource.RLIMIT_MEMLOCK, resource.RLIMIT_MSGQUEUE):
+        limit(kind, 0, 0)
+
+
+def set_limits(cpu: int, memory: int, files: int, tasks: int | None) -> None:
+    """CPU seconds (soft; one more is hard), address space in bytes, open files, tasks."""
+    limit(resource.RLIMIT_CPU, cpu, cpu + 1)
+    limit(resource.RLIMIT_AS, memory, memory)
+    limit(resource.RLIMIT_NOFILE, files, files)
     if tasks is not None:
-        limits.append((resource.RLIMIT_NPROC, tasks, tasks))
-    for kind, soft, hard in limits:
-        ceiling = resource.getrlimit(kind)[1]
-        if ceiling != resource.RLIM_INFINITY:
-            soft, hard = min(soft, ceiling), min(hard, ceiling)
+        limit(resource.RLIMIT_NPROC, tasks, tasks)
+
+
+def limit(kind: int, soft: int, hard: int) -> None:
+    try:
         resource.setrlimit(kind, (soft, hard))
+    except (ValueError, OSError):  # a hard limit that is lower already
+        ceiling = resource.getrlimit(kind)[1]
+        resource.setrlimit(kind, (min(soft, ceiling), min(hard, ceiling)))
 
 
 def drop_user(uid: int, keep_reading: bool = False) -> None:
@@ -75,7 +87,8 @@ def drop_user(uid: int, keep_reading: bool = False) -> None:
     """
     if keep_reading:
         check(libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0), "keepcaps")
-    os.setgroups([])
+    if os.getgroups():
+        os.setgroups([])
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, uid)
     if keep_reading:
@@ -207,8 +220,10 @@ def landlock_abi() -> int:
     return max(0, libc.syscall(LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
 
 
-def landlock(abi: int, readable: list[str], scratch: str | None, devices: list[str]) -> None:
-    """Leave this process only reads below ``readable`` and all of ``scratch``; no TCP."""
+def landlock_rules(abi: int, readable: list[str], scratch: str | None, devices: list[str]) -> int:
+    """A descriptor of the rules that allow only reads below ``readable`` and all of ``scratch``,
+    and no TCP. Made once, entered by many.
+    """
     handled = RIGHTS_BY_ABI.get(abi, 0xFFFF)
     attributes = struct.pack("<Q", handled)
     if abi >= 4:
@@ -228,9 +243,15 @@ def landlock(abi: int, readable: list[str], scratch: str | None, devices: list[s
             _allow(ruleset, path, (READ_FILE | WRITE_FILE) & handled)
         if scratch is not None:
             _allow(ruleset, scratch, SCRATCH_RIGHTS & handled)
-        check(libc.syscall(LANDLOCK_RESTRICT, ruleset, ctypes.c_uint(0)), "landlock restrict")
-    finally:
+    except OSError:
         os.close(ruleset)
+        raise
+    return ruleset
+
+
+def landlock_enter(ruleset: int) -> None:
+    """Leave this process only what the rules allow."""
+    check(libc.syscall(LANDLOCK_RESTRICT, ruleset, ctypes.c_uint(0)), "landlock restrict")
 
 
 def _allow(ruleset: int, path: str, rights: int) -> None:

@@ -1,44 +1,67 @@
-"""The judge process: runs the trusted tests against stand-ins and owns the verdict.
+"""The judge process: runs the trusted tests against stand-ins and owns the verdicts.
 
-It starts with nothing of the solution in it, reads its tests after the fork, and writes one JSON
-object to its private pipe. What it never sees from the solution is code.
+It starts with nothing of a solution in it, reads its tests after the fork, and answers on a socket
+of its own. What it never sees from a solution is code. It may serve several solutions in turn, see
+``checks.shareable``: all it keeps from one to the next are the tests as they were read.
 """
 
-import ast
 import builtins
 import importlib
 import json
-import math
 import os
+import random
+import resource
+import signal
+import struct
+import time
 
+from checks import Tests
 from codec import CodecError, Connection, canonical, decode, encode
-from compare import copy_back, literal, matches, parse_input, standard_modules
-from remote import Lost, Remote, RemoteClass, local_exception
+from compare import copy_back, literal, matches, parse_input
+from remote import HelperClass, Inert, Lost, Remote, RemoteClass, local_exception
+from wire import receive
 
 BATCH = 32
 REFUSALS = ("missing_entry_point", "result_too_large", "too_deep", "not_plain")
 MAX_LITERAL = 4000
 MAX_STDOUT = 8 << 20
+MAX_GROWTH_KB = 64 << 10
+PROGRESS_EVERY = 0.2
 
 
-def main(plan_fd, sock, verdict_fd, stdout_fd):
+def main(plan_fd, link):
+    """Serve one solution after another until the slot hangs up."""
     with os.fdopen(plan_fd, "rb") as handle:
-        plan = json.load(handle)
-    if plan["mode"] == "stdout":
-        result = check_stdout(plan, stdout_fd)
-    else:
-        result = Judge(Connection(sock), plan).run()
-    text = json.dumps(result).encode()
-    while text:
-        text = text[os.write(verdict_fd, text) :]
-    os._exit(0)
+        tests = Tests(json.load(handle))
+    random.seed(0)
+    size = peak_kb()
+    while True:
+        request, descriptors = receive(link)
+        if request is None:
+            os._exit(0)
+        # CPU seconds of this run alone; the default action of the signal ends the process.
+        signal.setitimer(signal.ITIMER_PROF, request["cpu"])
+        if tests.plan["mode"] == "stdout":
+            result = check_stdout(tests.plan, request["case"], descriptors[1])
+        else:
+            result = Judge(Connection(descriptors[0]), tests, link).run()
+        for number in descriptors:
+            os.close(number)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        reusable = tests.shareable and peak_kb() - size < MAX_GROWTH_KB
+        text = (b"+" if reusable else b"-") + json.dumps(result).encode()
+        link.sendall(struct.pack(">I", len(text)) + text)
+
+
+def peak_kb():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def verdict(name, reason=""):
     return {"verdict": name, "reason": reason}
 
 
-def check_stdout(plan, fd):
+def check_stdout(plan, case, fd):
     """Full equality of all lines; blanks at line ends and the end do not count."""
     parts, size = [], 0
     while part := os.read(fd, 1 << 16):
@@ -51,7 +74,7 @@ def check_stdout(plan, fd):
     def lines(value):
         return [line.rstrip() for line in value.rstrip().splitlines()]
 
-    got, want = lines(text), lines(plan["expected"])
+    got, want = lines(text), lines(plan["expected"][case])
     if got == want:
         return verdict("correct")
     atol = plan.get("atol") or 0
@@ -71,9 +94,11 @@ def _near_text(a, b, atol):
 
 
 class Judge:
-    def __init__(self, connection, plan):
-        self._connection, self._plan = connection, plan
+    def __init__(self, connection, tests, link):
+        self._connection, self._tests, self._plan = connection, tests, tests.plan
+        self._link, self._told = link, time.monotonic()
         self._remotes, self._exceptions, self._classes = {}, {}, set()
+        self._helpers = set()
         self._callbacks = []
         self._lost = None  # sticky: a test that swallows it still cannot pass
 
@@ -95,20 +120,36 @@ class Judge:
 
     def _asserts(self):
         names = {"__name__": "tests", "__builtins__": builtins}
+        try:
+            self._tests.add_given(names)
+        except Exception:  # the task's own text is broken
+            return verdict("error", "verifier_error")
         names.update(self._bind())
-        for module in standard_modules(self._plan["chunks"], names):
-            names[module] = importlib.import_module(module)
-        for number, chunk in enumerate(self._plan["chunks"]):
+        if loose := [name for name in self._tests.loose if name not in names]:
+            there = self.ask({"do": "classes", "of": loose})
+            for name in there if type(there) is list else []:
+                if name in loose:
+                    names[name] = self._helper(name)
+        for module in self._tests.modules:
+            names.setdefault(module, importlib.import_module(module))
+        for number in range(len(self._plan["chunks"])):
             try:
-                code = compile(chunk, f"tests-{number}", "exec", dont_inherit=True)
-                exec(code, names)
+                exec(self._tests.code(number), names)
                 if self._plan.get("check"):
                     names["check"](names[self._plan["check"]])
             except AssertionError:
                 return verdict("wrong", "assertion_failed")
             except Exception as error:  # whatever a test can raise is a verdict
                 return self._judge_exception(error)
+            self._progress()
         return verdict("correct")
+
+    def _progress(self):
+        """Tell the slot, now and then, that another test has passed: its clock starts again."""
+        now = time.monotonic()
+        if now - self._told > PROGRESS_EVERY:
+            self._told = now
+            self._link.sendall(b".")
 
     def _judge_exception(self, error):
         name = type(error).__name__
@@ -123,8 +164,7 @@ class Judge:
         plan = self._plan
         function = self._function()
         try:
-            wanted = [self._literal(text) for text in plan["expected"]]
-            arguments = [self._arguments(text) for text in plan["args"]]
+            arguments, wanted = self._tests.pairs()
         except Exception:  # the task's own data is broken
             return verdict("error", "verifier_error")
         for start in range(0, len(wanted), BATCH):
@@ -137,6 +177,7 @@ class Judge:
                     return self._judge_exception(error)
                 if not matches(got, want, plan["compare"], plan["atol"]):
                     return verdict("wrong", "result_mismatch")
+                self._progress()
         return verdict("correct")
 
     def _call_many(self, function, group):
@@ -198,23 +239,6 @@ class Judge:
                 return verdict("wrong", "trivial_identity")
         return {**verdict("correct"), "values": texts[0], "literals": literals}
 
-    # --- texts of the trusted tests -------------------------------------------------------
-
-    def _literal(self, text):
-        try:
-            return ast.literal_eval(text)
-        except (ValueError, SyntaxError):  # data sets also write inf, nan and 'a' * 3
-            return eval(text, {"inf": math.inf, "nan": math.nan})
-
-    def _arguments(self, text):
-        form = self._plan.get("args_form", "sequence")
-        if form == "input":
-            return parse_input(text), {}
-        if form == "call":
-            scope = {"inf": math.inf, "nan": math.nan, "_call": lambda *a, **k: (a, k)}
-            return eval(f"_call({text})", scope)
-        return tuple(self._literal(text)), {}
-
     # --- talking to the solution ----------------------------------------------------------
 
     def _bind(self):
@@ -235,8 +259,23 @@ class Judge:
             changed = decode(reply["arguments"], self._stand_in)
             for own, new in zip(arguments, changed if type(changed) is list else [], strict=False):
                 copy_back(own, new)
-        if message["do"] == "get" and isinstance(value, RemoteClass):
+        entry = message["do"] == "get" and message["n"] in self._plan["entry_points"]
+        if entry and isinstance(value, RemoteClass):
             self._classes.add(value._number)
+        return value
+
+    def _helper(self, name):
+        """A class of the solution that the tests use without its being an entry point."""
+        found = self.ask({"do": "get", "n": name})
+        if not isinstance(found, RemoteClass) or found._number in self._classes:
+            self._fail("wrong", "not_callable")
+        self._helpers.add(found._number)
+        return HelperClass(self, found._number, False)
+
+    def inert(self, message, arguments=None, keywords=None):
+        value = self.ask(message, arguments, keywords)
+        if value is not None and not isinstance(value, Inert):
+            raise TypeError("a class that is no entry point gave more than an object of its own")
         return value
 
     def _send(self, message, arguments, keywords):
@@ -320,6 +359,8 @@ class Judge:
                     return self._exceptions[number]
             if type(mro) is list:
                 self._remotes[number] = RemoteClass(self, number, True)
+            elif body.get("of") in self._helpers:
+                self._remotes[number] = Inert(self, number, False)
             else:
                 self._remotes[number] = Remote(self, number, body.get("of") in self._classes)
         return self._remotes[number]

@@ -89,6 +89,43 @@ class Remote:
         self._judge.ask({"do": "method", "h": self._number, "n": "__exit__"}, nothing, {})
 
 
+class Inert(Remote):
+    """An object of a class that the tests use but the task does not name: something to build and
+    hand to an entry point. It has no say in any comparison.
+    """
+
+    def __getattr__(self, name):
+        return self._judge.inert({"do": "attr", "h": self._number, "n": name})
+
+    def __setattr__(self, name, value):
+        self._judge.ask({"do": "setattr", "h": self._number, "n": name}, (value,), {})
+
+    def _ask(self, name, *arguments, exact=None, swap=False):
+        raise TypeError(f"{name} on an object of a class that is no entry point")
+
+    def __eq__(self, other):
+        return self is other
+
+    def __ne__(self, other):
+        return self is not other
+
+    def __hash__(self):
+        return id(self)
+
+    def __call__(self, *arguments, **keywords):
+        raise TypeError("calling an object of a class that is no entry point")
+
+
+class HelperClass(Inert):
+    """Such a class itself: it may be called, for an object of its own."""
+
+    def __setattr__(self, name, value):
+        raise TypeError("changing a class that is no entry point")
+
+    def __call__(self, *arguments, **keywords):
+        return self._judge.inert({"do": "call", "h": self._number}, arguments, keywords)
+
+
 class RemoteClass(Remote):
     """A class of the solution; usable in isinstance."""
 

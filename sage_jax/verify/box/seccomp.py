@@ -5,7 +5,7 @@ open a network socket or to signal anybody, so nothing has to be cleaned up behi
 """
 
 import ctypes
-import platform
+import os
 import struct
 
 # name: (x86-64, aarch64); None = the architecture has no such call.
@@ -135,7 +135,7 @@ class Filter:
     """The filter of this machine, built once and installed after a fork."""
 
     def __init__(self) -> None:
-        text = program(platform.machine())
+        text = program(os.uname().machine)
         self._code = ctypes.create_string_buffer(text, len(text))
         # struct sock_fprog: count, padding, pointer
         self._fprog = ctypes.create_string_buffer(

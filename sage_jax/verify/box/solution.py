@@ -6,10 +6,8 @@ the only way out is a socket over which the judge accepts nothing but plain data
 
 import atexit
 import builtins
-import json
 import operator
 import os
-import random
 import sys
 import threading
 import types
@@ -31,31 +29,34 @@ BINARY = {
 }  # fmt: skip
 
 
-def load(request):
+def read_all(number):
+    """Text of a descriptor; lone surrogates of the program text survive."""
+    size = os.fstat(number).st_size
+    return os.pread(number, size, 0).decode("utf-8", "surrogatepass")
+
+
+def load(source, script):
     """Compile and run the source as its own module; returns the module's names."""
-    script = request["mode"] == "script"
     name = "__main__" if script else "solution"
     module = types.ModuleType(name)
     sys.modules[name] = module
     sys.argv = ["solution.py"]
-    code = compile(request["source"], "solution.py", "exec", dont_inherit=True)
+    code = compile(source, "solution.py", "exec", dont_inherit=True)
     exec(code, module.__dict__)
     return module.__dict__
 
 
 def prepare():
-    """What an interpreter started with -S lacks, and a generator not shared with siblings."""
-    random.seed()
-    os.environ["TMPDIR"] = os.environ["HOME"] = os.getcwd()
+    """What an interpreter started with -S lacks."""
     builtins.exit = builtins.quit = sys.exit
     sys.path[:] = [""] + [p for p in sys.path if p]
 
 
-def run_script(request):
+def run_script(source):
     """stdin to stdout: run the program to its end, as ``python solution.py`` would."""
     status = 0
     try:
-        load(request)
+        load(source, True)
     except SystemExit as error:
         status = error.code if isinstance(error.code, int) else int(error.code is not None)
     except BaseException as error:
@@ -78,20 +79,20 @@ def flush_output():
     return True
 
 
-def main(request_fd, sock):
+def main(source_fd, sock_fd, script, mutates):
     """Serve the judge until it hangs up."""
-    with os.fdopen(request_fd, "rb") as handle:
-        request = json.load(handle)
+    source = read_all(source_fd)
+    os.close(source_fd)
     prepare()
-    if request["mode"] == "script":
-        run_script(request)
-    connection = Connection(sock)
+    if script:
+        run_script(source)
+    connection = Connection(sock_fd)
     try:
-        names = load(request)
+        names = load(source, False)
     except BaseException as error:
         connection.send(describe_error(error, lambda value: None, at_import=True))
         os._exit(1)
-    Server(connection, names, bool(request.get("mutates"))).serve()
+    Server(connection, names, mutates).serve()
 
 
 def describe_error(error, handle, at_import=False):
@@ -159,6 +160,8 @@ class Server:
             if message["n"] not in self._names:
                 raise CodecError("missing_entry_point")
             return self._names[message["n"]]
+        if what == "classes":
+            return [name for name in message["of"] if isinstance(self._names.get(name), type)]
         target = self._objects[message["h"]]
         if what == "attr":
             return getattr(target, message["n"])
