@@ -2,6 +2,7 @@
 
 import math
 import re
+from pathlib import Path
 
 import pytest
 import scripted
@@ -14,6 +15,7 @@ from sage_jax.methods.graph import Cancelled, Player, play
 from sage_jax.methods.measure import all_samples, episode_row, error_share, rollout_figures
 from sage_jax.report.metrics import METRICS, check
 from sage_jax.tasks.pool import Pool
+from sage_jax.verify.verdict import REFUSALS
 
 
 def kinds(episodes):
@@ -313,6 +315,31 @@ def test_every_figure_of_a_rollout_tells_two_rollouts_apart():
     assert not [name for name in same if not name.endswith("_mean")], same
     for name in rich:
         assert name in METRICS
+
+
+def test_every_refusal_of_a_proposal_is_counted_under_its_reason():
+    def judge(job):
+        if job.kind == "code_reference":
+            return "error", "raised_ValueError"
+        return ("unparsable", "not_definite") if job.kind == "math_key" else ("correct", "")
+
+    c = scripted.config()
+    _, _, episodes, _ = play_step(judge=judge)
+    row = rollout_figures(episodes, c.method)
+    shares = {name: v for name, v in row.items() if name.startswith("refused/")}
+    assert shares == {"refused/raised": 0.5, "refused/not_definite": 0.5}
+    check(shares)
+    _, _, episodes, _ = play_step(swap(challenge="no tags"))
+    assert rollout_figures(episodes, c.method)["refused/unparsed"] == 1.0
+    strange = play_step(judge=lambda job: ("wrong", "never_heard_of"))[2]
+    assert rollout_figures(strange, c.method)["refused/other"] == 1.0
+
+
+def test_the_page_on_verifiers_lists_every_refusal():
+    page = (Path(__file__).parent.parent / "docs" / "verifiers.md").read_text()
+    table = page.split("**References.**")[1].split("Banned effects")[0]
+    named = {name.removesuffix("_*") for name in re.findall(r"`([a-z_*]+)`", table)}
+    assert named - {"code_reference", "math_key"} == set(REFUSALS)
 
 
 def test_advantages_group_solvers_by_prompt_and_the_rest_by_role():

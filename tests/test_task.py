@@ -138,6 +138,9 @@ def test_a_code_job_carries_the_program_the_tests_and_the_limits():
         "tests": "assert f(1) == 2\nassert f(2) == 3",
         "entry_points": ["f"],
         "time_limit": 2.0,
+        # Where the tests' own helpers may be defined.
+        "question": "Write f.",
+        "canonical_solution": "def f(): pass",
     }
 
 

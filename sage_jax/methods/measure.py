@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from sage_jax.methods.graph import Episode, Sample
 from sage_jax.methods.rewards import REWARD_SETS, correct, mean, solve_rate
 from sage_jax.roles import ROLES
+from sage_jax.verify.verdict import refusal
 
 # A Solver row on a drawn task counts as planned or unplanned by what it was shown.
 KINDS = {
@@ -63,7 +64,18 @@ def rollout_figures(episodes: Sequence[Episode], settings) -> dict[str, float | 
     verdicts = [s.verdict.verdict for s in samples if s.verdict]
     for name in ("correct", "wrong", "unparsable", "timeout", "error"):
         figures[f"verdict/{name}"] = mean([float(v == name) for v in verdicts])
-    return figures | _gate_figures(episodes, settings)
+    return figures | _refusals(episodes) | _gate_figures(episodes, settings)
+
+
+def _refusals(episodes: Sequence[Episode]) -> dict[str, float | None]:
+    """Why proposals have no usable verifier; only reasons that occurred."""
+    made = [s for e in episodes for s in e.samples.get("challenge", ())]
+    reasons = [
+        refusal(s.judged.reason) if s.parsed.ok else "unparsed"
+        for s in made
+        if not s.parsed.ok or not (s.judged.correct or s.masked)
+    ]
+    return {f"refused/{name}": reasons.count(name) / len(made) for name in sorted(set(reasons))}
 
 
 def _gate_figures(episodes: Sequence[Episode], settings) -> dict[str, float | None]:

@@ -16,7 +16,7 @@ from typing import Any
 from sage_jax.report.jsonl import JsonlWriter, cut
 from sage_jax.roles import ROLES
 from sage_jax.tasks.task import DOMAINS
-from sage_jax.verify.verdict import VERDICTS
+from sage_jax.verify.verdict import REFUSALS, VERDICTS
 
 __all__ = ["METRICS", "SPLITS", "Metric", "MetricsWriter", "check", "cut", "markdown"]
 
@@ -34,6 +34,7 @@ EXPANSIONS = {
     "split": SPLITS["solver"],
     "domain": DOMAINS,
     "verdict": VERDICTS,
+    "refusal": ("unparsed", *REFUSALS, "other"),
     "part": (
         "challenger/question_score",
         "challenger/difficulty",
@@ -80,6 +81,11 @@ _TABLE = {
     ),
     "gate/plan_pass": Metric("0..1", "share of plans with score >= beta", "0.3 to 1"),
     "verdict/<verdict>": Metric("0..1", "share of this verdict among all verdicts of the step"),
+    "refused/<refusal>": Metric(
+        "0..1",
+        "share of proposals without a usable verifier for this reason (docs/verifiers.md); "
+        "unparsed: the tags do not parse; absent when there was none",
+    ),
     "masked": Metric("0..1", "share of rows left out of the loss by a fault not theirs", "< 0.01"),
     "parse_fail/<role>": Metric("0..1", "share of rows whose tags do not parse", "< 0.3"),
     "parse_fail/<role/split>": Metric("0..1", "the same, over rows of one domain or kind"),

@@ -79,8 +79,9 @@ class Task:
             if "tolerance" in self._key:
                 payload["tolerance"] = self._key["tolerance"]
             return Job(id, "math", payload)
-        payload = {"solution": extract_code(response)}
-        for name in ("tests", "entry_points", *SANDBOX_FIELDS):
+        # Tests may call helpers which the problem itself defines.
+        payload = {"solution": extract_code(response), "question": self.question}
+        for name in ("tests", "entry_points", "canonical_solution", *SANDBOX_FIELDS):
             if name in self._key:
                 payload[name] = self._key[name]
         return Job(id, "code", payload)

@@ -11,6 +11,23 @@ KINDS = ("math", "code", "math_key", "code_reference")
 # Caused by the gold or by the machinery, never by the response: such rows carry no gradient.
 MASKED_REASONS = frozenset({"gold_unparsable", "verifier_error", "sandbox_error"})
 
+# Why a proposed key or reference is refused; raised and crashed stand for raised_* and crashed_*.
+REFUSALS = (
+    *("empty", "no_value", "not_definite", "undefined", "unevaluated"),
+    *("answer_too_long", "nested_too_deep", "too_many_digits"),
+    *("program_too_large", "syntax_error", "import_failed", "missing_entry_point", "not_callable"),
+    *("raised", "early_exit", "crashed", "cpu_limit", "wall_limit", "output_limit"),
+    *("no_inputs", "bad_input", "inputs_too_large"),
+    *("not_plain", "too_deep", "result_too_large", "nondeterministic"),
+    *("trivial_constant", "trivial_identity"),
+)
+
+
+def refusal(reason: str) -> str:
+    """The member of REFUSALS that a verdict's reason belongs to, else "other"."""
+    name = reason.split("_")[0] if reason.startswith(("raised_", "crashed_")) else reason
+    return name if name in REFUSALS else "other"
+
 
 @dataclass(frozen=True)
 class Verdict:
