@@ -157,6 +157,8 @@ BAD_GENERATE = [
     ({"id": "d", "tokens": [99999]}, "99999"),
     ({"id": "e", "prompt": "x", "temperature": -1}, "temperature=-1"),
     ({"id": "f", "prompt": "x", "top_p": 0}, "top_p=0"),
+    ({"id": "f", "prompt": "x", "top_k": -1}, "top_k=-1"),
+    ({"id": "f", "prompt": "x", "min_p": 1.5}, "min_p=1.5"),
     ({"id": "g", "prompt": "x", "n": 0}, "n=0"),
     ({"id": "h", "prompt": "x", "max_new_tokens": 10**6}, "positions"),
     ({"id": "i", "prompt": "x", "temprature": 1}, "temprature"),
