@@ -21,8 +21,11 @@ INF = float("inf")
 LARGEST = {int: 2**31 - 1, float: 3e38}  # what arrays of 32 bits hold: no infinity
 
 
-# What method.advantage=auto means with each reward set.
-ADVANTAGE_OF = {"paper": "role_token", "robust": "grouped"}
+# What a field's default stands for with each reward set (method.rewards).
+FOLLOWS_REWARDS: dict[str, dict[str, Any]] = {
+    "method.advantage": {"paper": "role_token", "robust": "grouped"},
+    "train.rollback": {"paper": 0.0, "robust": 0.04},
+}
 
 
 class ConfigError(ValueError):
@@ -76,6 +79,14 @@ SCHEMA: dict[str, Field] = {
         40, "tasks", "tasks for effect/*, what each role is worth, and half as many references", 0
     ),
     "train.steps": Field(200, "steps", "absolute total of updates", 0),
+    "train.rollback": Field(
+        -1.0,
+        "share",
+        "fall of held-out accuracy at which the best checkpoint comes back and the learning rate "
+        "is halved; 0: never; -1: 0 with rewards paper, 0.04 with robust",
+        -1,
+        1,
+    ),
     "checkpoint.every": Field(20, "steps", "save interval; 0: last step only", 0),
     "checkpoint.keep": Field(2, "checkpoints", "newest ones kept, besides the best", 1),
     "method.name": Field("sage", "name", "training method", choices=("sage",)),
@@ -310,15 +321,17 @@ def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
     if problems:
         raise ConfigError("config:\n  " + "\n  ".join(problems))
     resolved: Any = ml_collections.ConfigDict(config)
-    if resolved.method.advantage == "auto":
-        resolved.method.advantage = ADVANTAGE_OF[resolved.method.rewards]
+    for name, values in FOLLOWS_REWARDS.items():
+        if flat[name] == SCHEMA[name].default:
+            group, leaf = name.split(".")
+            resolved[group][leaf] = values[resolved.method.rewards]
     return ml_collections.FrozenConfigDict(resolved)
 
 
 def dump(config: Mapping, overrides: Mapping[str, Any], path: Path) -> None:
     """Write {field: {value, source}}; source is default, file or command line."""
     flat, rows = flatten(config), {}
-    resolved = {"method.advantage": ADVANTAGE_OF[flat["method.rewards"]]}
+    resolved = {n: values[flat["method.rewards"]] for n, values in FOLLOWS_REWARDS.items()}
     for name, value in flat.items():
         source = "command line" if name in overrides else "default"
         if source == "default" and value not in (SCHEMA[name].default, resolved.get(name)):

@@ -152,6 +152,8 @@ def test_the_reward_set_decides_the_advantages_unless_they_are_named(tmp_path, r
     assert row == {"value": form, "source": "default"}
     named = changed(method__rewards=rewards, method__advantage="role_sequence")
     assert schema.validate(named).method.advantage == "role_sequence"
+    assert schema.validate(named).train.rollback == (0.04 if rewards == "robust" else 0.0)
+    assert schema.validate(changed(train__rollback=0.0)).train.rollback == 0.0
 
 
 def test_audits_come_in_pairs():
