@@ -324,7 +324,8 @@ def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
     for name, values in FOLLOWS_REWARDS.items():
         if flat[name] == SCHEMA[name].default:
             group, leaf = name.split(".")
-            resolved[group][leaf] = values[resolved.method.rewards]
+            with resolved[group].ignore_type():  # -1 may have been written without its point
+                resolved[group][leaf] = values[resolved.method.rewards]
     return ml_collections.FrozenConfigDict(resolved)
 
 
