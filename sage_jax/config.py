@@ -280,6 +280,10 @@ def _cross_problems(c: Any) -> list[str]:
         problems.append("tasks.seeds=(): no seed problems; name at least one file")
     if c.method.candidates + c.method.drawn == 0:
         problems.append("method.candidates=0, method.drawn=0: a step without rows; raise one")
+    if -1 < c.train.rollback < 0:
+        problems.append(
+            f"train.rollback={c.train.rollback}: give a share from 0 to 1, or -1 to follow the rewards"
+        )
     if c.method.audits % 2:
         problems.append(
             f"method.audits={c.method.audits}: an audited seed gives two rows, whole and broken; "

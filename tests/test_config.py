@@ -156,6 +156,10 @@ def test_the_reward_set_decides_the_advantages_unless_they_are_named(tmp_path, r
     assert schema.validate(changed(train__rollback=0.0)).train.rollback == 0.0
 
 
+def test_a_negative_share_is_no_roll_back():
+    assert "train.rollback=-0.5" in problems(train__rollback=-0.5)
+
+
 def test_audits_come_in_pairs():
     assert "method.audits=3" in problems(method__audits=3)
 
