@@ -282,7 +282,7 @@ def _cross_problems(c: Any) -> list[str]:
         problems.append("method.candidates=0, method.drawn=0: a step without rows; raise one")
     if -1 < c.train.rollback < 0:
         problems.append(
-            f"train.rollback={c.train.rollback}: give a share from 0 to 1, or -1 to follow the rewards"
+            f"train.rollback={c.train.rollback}: give a share from 0 to 1, or -1 for the default"
         )
     if c.method.audits % 2:
         problems.append(
