@@ -202,7 +202,7 @@ restore_results() {
 }
 
 tag=$(printf '%s\0' "${ARGS[@]}" | cksum | cut -d ' ' -f 1)
-start="$REMOTE/launch/tpu_worker.sh --tag=$tag -- $(quoted "${ARGS[@]}")"
+worker="$REMOTE/launch/tpu_worker.sh --tag=$tag" train=$(quoted "${ARGS[@]}")
 
 # What became of a run of these arguments on the slice: its exit code, RUNNING, KILLED, or NONE
 # when it has not been started; UNKNOWN when the slice does not answer.
@@ -231,7 +231,7 @@ if [[ -n $DRY_RUN ]]; then
     install
     note "from the last copy, if there is one:"
     restore_results
-    on_workers all "$start"
+    on_workers all "$worker -- $train"
     note "every $SYNC s while it runs, and at its end:"
     save_results
     note "after a preemption, at most $MAX_RESTARTS times, then all from the start:"
@@ -249,7 +249,9 @@ sync_loop() {
 restarts=0
 while :; do
     ensure_slice
+    start="$worker --rejoin -- $train"
     if [[ $(run_state) != RUNNING ]]; then
+        start="$worker -- $train"
         retry install || die "could not copy the project to $NAME, see gcloud's message above"
         retry restore_results || die "could not copy the run to $NAME, see gcloud's message above"
     fi

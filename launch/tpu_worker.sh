@@ -5,7 +5,8 @@
 #
 # --python=VERSION  Python of the environment; uv fetches it, as images have older ones (default 3.11)
 # --extra=NAME      extra of the project to install (default tpu)
-# --tag=TEXT        name of this start; a run with the same one is rejoined (default main)
+# --tag=TEXT        name of the run here (default main)
+# --rejoin          stream the run of this tag, going on or ended, and start nothing
 # --dry-run         print every command and run none
 # --help            this text
 #
@@ -16,9 +17,9 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=lib.sh
 source "$ROOT/launch/lib.sh"
 
-SWITCHES=""
+SWITCHES="rejoin"
 VALUES="python extra tag"
-PYTHON=3.11 EXTRA=tpu TAG=main
+PYTHON=3.11 EXTRA=tpu TAG=main REJOIN=""
 parse_flags "$@"
 [[ $TAG =~ ^[A-Za-z0-9._-]+$ ]] || die "--tag=$TAG: use letters, digits, '.', '_' and '-'"
 need_args
@@ -27,8 +28,9 @@ cd "$ROOT"
 state=.launch/$TAG
 python=.venv/bin/python
 run mkdir -p .launch
-if [[ -f $state.pid && ! -f $state.rc ]] && kill -0 "$(<"$state.pid")" 2>/dev/null; then
-    note "$TAG is running here: rejoined"
+if [[ -n $REJOIN ]]; then
+    [[ -n $DRY_RUN || -f $state.pid ]] || die "--tag=$TAG: no such run here; leave --rejoin out"
+    note "rejoined $TAG"
 else
     for other in .launch/*.pid; do
         [[ -f $other && ! -f ${other%.pid}.rc ]] || continue

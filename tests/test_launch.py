@@ -20,11 +20,11 @@ TRAIN = ("--", "--config=configs/tiny.py", "--config.model.path=a b")
 NEEDS = {"tpu_pod.sh": ("--name=demo", "--zone=us-west4-a")}
 
 
-def shell(script, *args, path="", **env):
+def shell(script, *args, path="", launch=LAUNCH, **env):
     """A launch script with `path` before the usual PATH: (exit code, stdout + stderr)."""
     environment = {"PATH": f"{path}:{os.environ['PATH']}", "HOME": os.environ["HOME"], **env}
     done = subprocess.run(
-        [LAUNCH / script, *args],
+        [launch / script, *args],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -188,7 +188,8 @@ bin=BIN cloud=BIN/cloud
 case "$*" in
 *"uv venv"*) mkdir -p .venv/bin; cp "$bin/python3" .venv/bin/python ;;
 *sage_jax.main*)
-    workdir=${*##*--workdir=}
+    all="$*"
+    workdir=${all##*--workdir=}
     mkdir -p "$workdir/checkpoints"
     echo update >>"$workdir/checkpoints/steps"
     read -r plan <"$cloud/plan"
@@ -200,7 +201,11 @@ case "$*" in
         echo PREEMPTED >"$cloud/state"
         exit 143
         ;;
-    lost) touch "$cloud/drop"; sleep 0.5; echo "still here" ;;
+    lost)
+        touch "$cloud/drop"
+        until grep -q rejoin "$bin/calls"; do sleep 0.02; done
+        echo "still here"
+        ;;
     *) exit "$plan" ;;
     esac
     ;;
@@ -213,6 +218,8 @@ def cloud(tmp_path):
     """A cloud with one possible slice, `demo`: its state is in files, its disk a folder."""
     folder = tmp_path / "bin"
     (folder / "cloud").mkdir(parents=True)
+    # A project as small as can be, which is copied to the slice at each start.
+    shutil.copytree(LAUNCH, tmp_path / "project" / "launch")
     stand_in(folder, "gcloud", GCLOUD)
     stand_in(folder, "python3", PYTHON.replace("BIN", str(folder)))
     return folder
@@ -222,7 +229,8 @@ def pod(cloud, *flags, plan=("0",), train=TRAIN):
     (cloud / "cloud" / "plan").write_text("".join(f"{line}\n" for line in plan))
     results = cloud / "cloud" / "results"
     flags = ("--name=demo", "--zone=z", "--poll=0", f"--results={results}", *flags)
-    code, text = shell("tpu_pod.sh", *flags, *train, path=cloud)
+    launch = cloud.parent / "project" / "launch"
+    code, text = shell("tpu_pod.sh", *flags, *train, path=cloud, launch=launch)
     return code, text, results
 
 
