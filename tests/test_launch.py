@@ -4,6 +4,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -203,7 +204,7 @@ case "$*" in
         ;;
     lost)
         touch "$cloud/drop"
-        until grep -q rejoin "$bin/calls"; do sleep 0.02; done
+        until grep -q -e ' --rejoin' "$bin/calls"; do sleep 0.02; done
         echo "still here"
         ;;
     *) exit "$plan" ;;
@@ -318,6 +319,28 @@ def test_pod_takes_queued_resources_through_their_own_commands(cloud):
     made = [line for line in calls(cloud) if re.search("queued-resources (create|delete)", line)]
     assert len(made) == 2
     assert "--node-id=demo" in made[0] and "--force" in made[1]
+
+
+def test_worker_passes_sigterm_to_the_run_and_waits_until_it_has_saved(tmp_path):
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    body = """
+case "$*" in *sage_jax.main*) ;; *) exit 0 ;; esac
+trap "sleep 0.2; echo saved; exit 143" TERM
+echo up
+while :; do sleep 0.05; done"""
+    stand_in(tmp_path / ".venv" / "bin", "python", body)
+    worker = subprocess.Popen(
+        [tmp_path / "launch" / "tpu_worker.sh", "--tag=t", *TRAIN],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert worker.stdout
+    seen = [next(line for line in worker.stdout if line == "up\n")]
+    os.kill(int((tmp_path / ".launch" / "t.pid").read_text()), signal.SIGTERM)
+    seen += worker.communicate(timeout=30)[0].splitlines()
+    assert "saved" in seen
+    assert worker.returncode == 143
 
 
 # --------------------------------------------------------------------------- the other scripts
