@@ -224,7 +224,7 @@ def main() -> int:
     print(f"JAX {jax.__version__}, {jax.device_count()} x {device.device_kind}, {args.shapes}")
     work = REAL if args.shapes == "real" else TINY
     fine = run(shapes(args.shapes, args.layers), work, args.budget, show)
-    print("all checks hold" if fine else "some checks FAILED")
+    print("what was checked holds" if fine else "some checks FAILED")
     return 0 if fine else 1
 
 
