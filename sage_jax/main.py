@@ -139,6 +139,7 @@ def _unusable(path: Path, folder: bool) -> str:
 
 def main(argv: list[str]) -> int:
     """Exit code: 0 done, 1 some input lines were bad, 2 usage or config, 143 saved on SIGTERM."""
+    from sage_jax.core.distributed import DistributedError, start
     from sage_jax.tasks.sources import SourceError
     from sage_jax.verify import IsolationError
 
@@ -148,6 +149,7 @@ def main(argv: list[str]) -> int:
     try:
         parse(argv)
         config = schema.validate(CONFIG.value)
+        start()  # before anything can ask JAX for its devices
         # Only now: a mistyped flag should not cost the seconds that JAX takes to load.
         from sage_jax import modes
 
@@ -157,7 +159,7 @@ def main(argv: list[str]) -> int:
         files = (Path(INPUT.value), Path(OUTPUT.value))
         job = modes.Job(config, overrides, workdir, *files, named=bool(WORKDIR.value))
         return modes.MODES[MODE.value](job, StopRequest())
-    except (UsageError, schema.ConfigError, SourceError, IsolationError) as error:
+    except (UsageError, schema.ConfigError, SourceError, IsolationError, DistributedError) as error:
         print(f"sage_jax: {error}", file=sys.stderr)
         return 2
 
