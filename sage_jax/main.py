@@ -11,6 +11,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from sage_jax import config as schema
+from sage_jax import overrides
 
 # Its advice about absent frameworks is not for users of this project.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -27,7 +28,7 @@ NEEDS_CONFIG = ("train", "sft", "eval")
 NEEDS_FILES = {"generate": ("input", "output"), "score": ("input", "output"), "export": ("output",)}
 
 FLAGS = flags.FLAGS
-schema.register_list_parser()
+overrides.register_list_parser()
 CONFIG = config_flags.DEFINE_config_file(
     "config", schema.__file__, "Config file; its fields are changed with --config.a.b=value."
 )
@@ -95,7 +96,7 @@ def asks_for_help(argv: list[str]) -> bool:
 
 def parse(argv: list[str]) -> None:
     """Read the command line. UsageError for what it cannot mean."""
-    if unknown := schema.unknown_overrides(argv):
+    if unknown := overrides.unknown_overrides(argv):
         raise UsageError("\n  ".join(unknown))
     try:
         rest = FLAGS(argv)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sage_jax import config as schema
+from sage_jax.overrides import ListParser
 from sage_jax.run import update_settings
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
@@ -126,7 +127,7 @@ def test_whole_numbers_serve_as_floats_but_not_the_reverse():
 
 
 def test_lists_on_the_command_line_are_comma_separated():
-    parse = schema._ListParser().parse
+    parse = ListParser().parse
     assert parse("a.jsonl,b.jsonl") == ("a.jsonl", "b.jsonl")
     assert parse("256,512") == (256, 512)
     assert parse("('a', 'b')") == ("a", "b")
