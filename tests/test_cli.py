@@ -241,7 +241,8 @@ def test_export_writes_a_folder_that_gives_the_same_answers(tiny_folder, tmp_pat
 def test_a_terminated_run_saves_and_the_same_command_finishes_it(tmp_path):
     args = [
         "--config=configs/tiny.py", f"--workdir={tmp_path}", "--config.train.steps=3",
-        "--config.valid.limit=2", "--config.valid.samples=0", "--config.method.candidates=2",
+        "--config.valid.limit=2", "--config.valid.samples=0", "--config.valid.effects=0",
+        "--config.method.candidates=2", "--config.method.audits=2",
         "--config.method.drawn=2", "--config.rollout.slots=16", "--config.rollout.buckets=160",
         "--config.optim.buckets=160", "--config.optim.micro_rows=16",
     ]  # fmt: skip
