@@ -66,9 +66,9 @@ def test_planner_formula(s_p, r_f, u, want):
 
 def test_solver_and_critic_formulas():
     assert math.isclose(rewards.solver_robust(1, 0.5), 0.9)
-    assert math.isclose(rewards.critic_robust(1, 7 / 9, 1.0), 0.5 + 0.5 * 7 / 9)
-    assert math.isclose(rewards.critic_robust(1, 7 / 9, 0.0), 0.5 + 0.5 * 2 / 9)
-    assert rewards.critic_robust(0.5, None, 1.0) == 0.25
+    assert math.isclose(rewards.critic_robust(1, rewards.agreement(7 / 9, 1.0)), 0.5 + 0.5 * 7 / 9)
+    assert math.isclose(rewards.critic_robust(1, rewards.agreement(7 / 9, 0.0)), 0.5 + 0.5 * 2 / 9)
+    assert rewards.critic_robust(0.5, rewards.agreement(None, 1.0)) == 0.25
 
 
 def swap(**answers):

@@ -146,9 +146,14 @@ def solver_robust(s_gt: float, r_f: float) -> float:
     return 0.8 * s_gt + 0.2 * r_f
 
 
-def critic_robust(r_f: float, score: float | None, label: float) -> float:
-    """r_cr where a label is known = 0.5 r_f + 0.5 (1 - |s - label|); unparsed, the second is 0."""
-    return 0.5 * r_f + (0.0 if score is None else 0.5 * (1.0 - abs(score - label)))
+def agreement(score: float | None, label: float) -> float:
+    """1 - |s - label|; 0 without a score."""
+    return 0.0 if score is None else 1.0 - abs(score - label)
+
+
+def critic_robust(r_f: float, agreed: float) -> float:
+    """r_cr where a label is known = 0.5 r_f + 0.5 (1 - |s - label|)."""
+    return 0.5 * r_f + 0.5 * agreed
 
 
 def robust(episodes: Sequence[Episode], settings) -> None:
@@ -190,9 +195,8 @@ def _reward_judgement(sample: Sample, label: float | None) -> None:
         sample.masked = True
         _give(sample, sample.format)
         return
-    score = critic_score(sample.text)
-    agreement = 0.0 if score is None else 1.0 - abs(score - label)
-    _give(sample, critic_robust(sample.format, score, label), agreement=agreement)
+    agreed = agreement(critic_score(sample.text), label)
+    _give(sample, critic_robust(sample.format, agreed), agreement=agreed)
 
 
 def solve_rates_by_plan(episode: Episode) -> tuple[float | None, float | None]:
