@@ -29,6 +29,7 @@ class Tests:
     def __init__(self, plan):
         self.plan = plan
         self._codes, self._pairs = {}, None
+        self.expect_stop = any("StopIteration" in chunk for chunk in plan.get("chunks", ()))
         self.modules, self.loose = [], []
         self._given = ast.Module([], [])
         trees = []
