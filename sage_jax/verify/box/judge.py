@@ -2,7 +2,8 @@
 
 It starts with nothing of a solution in it, reads its tests after the fork, and answers on a socket
 of its own. What it never sees from a solution is code. It may serve several solutions in turn, see
-``checks.shareable``: all it keeps from one to the next are the tests as they were read.
+``checks.shareable``: all it keeps from one to the next are the tests as they were read, until it is
+given others.
 """
 
 import builtins
@@ -29,11 +30,9 @@ MAX_GROWTH_KB = 64 << 10
 PROGRESS_EVERY = 0.2
 
 
-def main(plan_fd, link):
+def main(link):
     """Serve one solution after another until the slot hangs up."""
-    with os.fdopen(plan_fd, "rb") as handle:
-        tests = Tests(json.load(handle))
-    random.seed(0)
+    tests = None
     size = peak_kb()
     while True:
         request, descriptors = receive(link)
@@ -41,6 +40,11 @@ def main(plan_fd, link):
             os._exit(0)
         # CPU seconds of this run alone; the default action of the signal ends the process.
         signal.setitimer(signal.ITIMER_PROF, request["cpu"])
+        if request["new_tests"]:
+            with os.fdopen(descriptors.pop(), "rb") as handle:
+                tests = Tests(json.load(handle))
+            random.seed(0)
+        assert tests is not None
         if tests.plan["mode"] == "stdout":
             result = check_stdout(tests.plan, request["case"], descriptors[1])
         else:
@@ -214,9 +218,9 @@ class Judge:
         runs = []
         for _ in range(2):
             values = []
-            for arguments in inputs:
+            for reply in self._call_many(function, [(arguments, {}) for arguments in inputs]):
                 try:
-                    values.append(self.ask({"do": "call", "h": function._number}, arguments, {}))
+                    values.append(self._value(reply))
                 except Exception as error:
                     name = type(error).__name__
                     return verdict("error", f"raised_{name}")
