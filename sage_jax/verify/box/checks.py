@@ -110,9 +110,9 @@ def definitions(texts, names):
 def shareable(plan, modules, trees):
     """Whether running the tests cannot leave anything behind in the process.
 
-    Pairs of values, expected output and inputs of a reference cannot. Asserts run with new globals each time; they are
-    taken when they use only stateless modules, set no attributes, and reach for no inner names.
-    Anything doubtful gets a judge of its own for every program.
+    Pairs of values, expected output and inputs of a reference cannot. Asserts run with new globals
+    each time; they are taken when they use only stateless modules, set no attributes, and reach for
+    no inner names. Anything doubtful gets a judge of its own for every program.
     """
     if plan["mode"] in ("io", "stdout", "reference"):
         return True

@@ -2,9 +2,9 @@
 
 A judge serves one program after another, each over a socket of its own, and reads the tests of
 each that comes with other tests than the one before; what could let one of them touch the verdict
-on a later one ends it (see ``serve_run`` and ``checks.shareable``). The slot itself is blind: programs
-and tests pass through it as descriptors that are never read here, so nothing of them stays in
-memory for a later program.
+on a later one ends it (see ``serve_run`` and ``checks.shareable``). The slot itself is blind:
+programs and tests pass through it as descriptors that are never read here, so nothing of them stays
+in memory for a later program.
 """
 
 import _socket
