@@ -91,6 +91,11 @@ KINDS = {
         [(r"+\infty", r"\infty")],
         [("0", r"\frac{1}{\infty}"), (r"\infty", r"\infty-\infty"), ("0", r"\infty-\infty")],
     ),
+    "names and order": (
+        [("a=1,b=2", "1,2"), ("x=1,x=2", "2,1"), ("HTH", r"\text{HTH}")],
+        [("a=1,b=2", "2,1"), ("f(g(x))", "g(f(x))"), (r"\angle ABC", r"\angle ACB"),
+         (r"\Delta", r"\delta"), (r"\log 2", r"\ln 2"), ("12", r"12\text{13}")],
+    ),
     "other spellings": (
         [(r"2\sqrt3", "2*sqrt(3)"), (r"\frac{\pi}{4}", "pi/4"), (r"\binom52", r"{5\choose 2}"),
          (r"\frac12", r"\nicefrac{1}{2}"), ("f'(x)", r"f^{\prime}(x)"), ("5", "**5**"),
@@ -119,7 +124,7 @@ QUESTION = "Simplify $(-k+4)+(-2+3k)$, and find $2\\times 3$ and 10/2."
             ("2k+2", text)
             for text in (
                 "((-k+4)+(-2+3k))", "1((-k+4)+(-2+3k))", "(-k+4)+(-2+3k)+0", "(3k-2)+(4-k)",
-                "x=(-k+4)+(-2+3k)", "(-k+4)+(-2+3k)\\text{ units}",
+                "x=(-k+4)+(-2+3k)", "(-k+4)+(-2+3k)\\text{ units}", "((-k+4)+(-2+3k))^1",
             )
         ),
         *(("5", text) for text in (r"\frac{10}{2}", "(10/2)", "10/2.0", "|10/2|", "[10/2]")),

@@ -131,6 +131,9 @@ def _listing(gold: Listing, other, tolerance) -> bool | None:
         return equal(gold.items[0], other, tolerance) if len(gold.items) == 1 else False
     if len(items) != len(gold.items):
         return False
+    names = {_region_name(item) for item in gold.items if _is_assignment(item)}
+    if len(names) == len(gold.items) > 1 and not any(isinstance(i, Relation) for i in items):
+        return _all_equal([item.terms[1] for item in gold.items], items, tolerance)
     left = list(items)
     unknown = False
     for item in gold.items:

@@ -21,7 +21,7 @@ from sage_jax.verify.evaluate import (
     numeric,
     points,
 )
-from sage_jax.verify.grammar import Node, uses, variables
+from sage_jax.verify.grammar import Node, variables
 
 PREDICTION_DIGITS, GOLD_DIGITS = 4, 3
 ENOUGH_POINTS, CONFIRMED = 3, 4
@@ -51,19 +51,18 @@ def _same_number(gold: Node, other: Node, tolerance: float | None) -> bool:
         other_exact = _exact_or_none(other)
         if gold_exact is not None and other_exact is not None and gold_exact == other_exact:
             return True
-        natural = uses(gold, "ln") or uses(other, "ln")
-        gold_value = _gold_value(gold, natural)
-        other_value = numeric(other, natural_log=natural)
+        gold_value = _gold_value(gold)
+        other_value = numeric(other)
     except Undefined:
         return False
     if tolerance is not None:
         return bool(abs(gold_value - other_value) <= tolerance)
     if gold_exact is None or other_exact is None:
-        if _close(gold_value, other_value) and _confirmed(gold, other, {}, natural):
+        if _close(gold_value, other_value) and _confirmed(gold, other, {}):
             return True
-        if _vanishing(gold, other, gold_value, other_value, natural):
+        if _vanishing(gold, other, gold_value, other_value):
             return True
-    return _rounds(gold, gold_exact, gold_value, other, other_exact, other_value, natural)
+    return _rounds(gold, gold_exact, gold_value, other, other_exact, other_value)
 
 
 def _exact_or_none(node: Node) -> Fraction | None:
@@ -73,9 +72,9 @@ def _exact_or_none(node: Node) -> Fraction | None:
         return None
 
 
-def _gold_value(node: Node, natural: bool) -> Any:
+def _gold_value(node: Node) -> Any:
     try:
-        return numeric(node, natural_log=natural)
+        return numeric(node)
     except Undefined as error:
         raise GoldUndefined(str(error)) from error
 
@@ -86,13 +85,13 @@ def _close(a: Any, b: Any, digits: int = CLOSE) -> bool:
     return bool(abs(a - b) <= mpmath.mpf(10) ** -digits * max(abs(a), abs(b)))
 
 
-def _vanishing(gold: Node, other: Node, a: Any, b: Any, natural: bool) -> bool:
+def _vanishing(gold: Node, other: Node, a: Any, b: Any) -> bool:
     """Both zero, but for rounding: what is left shrinks when more digits are carried."""
     small = mpmath.mpf(10) ** -45
     if abs(a) > small or abs(b) > small:
         return False
     try:
-        finer = [numeric(node, digits=MORE_DIGITS, natural_log=natural) for node in (gold, other)]
+        finer = [numeric(node, digits=MORE_DIGITS) for node in (gold, other)]
     except Undefined:
         return False
     return all(
@@ -101,12 +100,10 @@ def _vanishing(gold: Node, other: Node, a: Any, b: Any, natural: bool) -> bool:
     )
 
 
-def _confirmed(gold: Node, other: Node, point: Mapping[str, Fraction], natural: bool) -> bool:
+def _confirmed(gold: Node, other: Node, point: Mapping[str, Fraction]) -> bool:
     """The same again with more digits: a difference below the first ones is still one."""
     try:
-        a, b = (
-            numeric(node, point, digits=MORE_DIGITS, natural_log=natural) for node in (gold, other)
-        )
+        a, b = (numeric(node, point, digits=MORE_DIGITS) for node in (gold, other))
     except Undefined:
         return False
     with mpmath.workdps(MORE_DIGITS):
@@ -120,7 +117,6 @@ def _rounds(
     other: Node,
     other_exact: Fraction | None,
     other_value: Any,
-    natural: bool,
 ) -> bool:
     gold_decimal, other_decimal = _decimal(gold), _decimal(other)
     if mpmath.im(gold_value) or mpmath.im(other_value) or mpmath.isinf(gold_value):
@@ -130,7 +126,7 @@ def _rounds(
         if digits < PREDICTION_DIGITS:
             return False
         with mpmath.workdps(max(DIGITS, places + 30)):
-            value_there = numeric(gold, digits=max(DIGITS, places + 30), natural_log=natural)
+            value_there = numeric(gold, digits=max(DIGITS, places + 30))
             return _shown(value_there, value, places, truncated=True)
     if gold_decimal and not other_decimal and not mpmath.isinf(other_value):
         value, places, digits = gold_decimal
@@ -171,18 +167,17 @@ def _shown(value: Any, written: Fraction, places: int, truncated: bool) -> bool:
 
 
 def _same_function(gold: Node, other: Node) -> bool:
-    natural = uses(gold, "ln") or uses(other, "ln")
     real, complex_ = [], []
     gold_defined = confirmed = 0
     for point in points(variables(gold) | variables(other)):
         try:
-            a = numeric(gold, point, natural_log=natural)
+            a = numeric(gold, point)
             gold_defined += 1
-            b = numeric(other, point, natural_log=natural)
+            b = numeric(other, point)
         except Undefined:
             continue
         agree = _close(a, b) or max(abs(a), abs(b)) < 1e-50
-        agree = agree and (confirmed >= CONFIRMED or _same_there(gold, other, point, natural))
+        agree = agree and (confirmed >= CONFIRMED or _same_there(gold, other, point))
         confirmed += agree
         complex_.append(agree)
         if _is_real(a) and _is_real(b):
@@ -196,7 +191,7 @@ def _same_function(gold: Node, other: Node) -> bool:
     return len(complex_) >= ENOUGH_POINTS and all(complex_)
 
 
-def _same_there(gold: Node, other: Node, point: Mapping[str, Fraction], natural: bool) -> bool:
+def _same_there(gold: Node, other: Node, point: Mapping[str, Fraction]) -> bool:
     """Whether two formulas that agree at a point to some digits agree exactly, or to more."""
     try:
         a, b = exact(gold, point), exact(other, point)
@@ -204,7 +199,7 @@ def _same_there(gold: Node, other: Node, point: Mapping[str, Fraction], natural:
         a = b = None
     if a is not None and b is not None:
         return a == b
-    return _confirmed(gold, other, point, natural)
+    return _confirmed(gold, other, point)
 
 
 def _is_real(value: Any) -> bool:

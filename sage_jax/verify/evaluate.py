@@ -131,10 +131,8 @@ def _exact_call(name: str, values: list[Fraction | None]) -> Fraction | None:
     return None
 
 
-def numeric(
-    node: Node, values: Mapping[str, Any] = {}, digits: int = DIGITS, natural_log: bool = False
-) -> Any:
-    """The value as an mpmath number. ``log`` without a base is decimal unless ``natural_log``.
+def numeric(node: Node, values: Mapping[str, Any] = {}, digits: int = DIGITS) -> Any:
+    """The value as an mpmath number. ``log`` without a base is decimal.
 
     Raises Undefined where there is none.
     """
@@ -142,14 +140,14 @@ def numeric(
 
     with mpmath.workdps(digits):
         try:
-            return _Numeric(mpmath, values, natural_log).value(node)
+            return _Numeric(mpmath, values).value(node)
         except (ArithmeticError, ValueError, TypeError) as error:
             raise Undefined(str(error)) from error
 
 
 class _Numeric:
-    def __init__(self, mpmath: Any, values: Mapping[str, Any], natural_log: bool) -> None:
-        self._mp, self._values, self._natural = mpmath, values, natural_log
+    def __init__(self, mpmath: Any, values: Mapping[str, Any]) -> None:
+        self._mp, self._values = mpmath, values
 
     def value(self, node: Node) -> Any:
         mp, kind = self._mp, node[0]
@@ -218,7 +216,7 @@ class _Numeric:
                 raise Undefined("logarithm of zero")
             if len(arguments) == 2:
                 return mp.log(x) / mp.log(arguments[1])
-            return mp.log(x) / (1 if name == "ln" or self._natural else mp.log(10))
+            return mp.log(x) / (1 if name == "ln" else mp.log(10))
         if name in ("factorial", "binomial"):
             if any(abs(value) > MAX_FACTORIAL for value in arguments):
                 raise Undefined(f"{name} beyond the bounds")

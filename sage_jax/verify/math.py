@@ -13,7 +13,7 @@ from sage_jax.verify.answers import choice, constants, equal
 from sage_jax.verify.equivalence import GoldUndefined
 from sage_jax.verify.evaluate import Undefined, numeric
 from sage_jax.verify.extract import extract
-from sage_jax.verify.normalise import GuardError, clean, guard, squeeze, words
+from sage_jax.verify.normalise import GuardError, clean, guard, squeeze
 from sage_jax.verify.restate import restates
 from sage_jax.verify.structure import Raw, Text, read, understood
 
@@ -21,7 +21,7 @@ from sage_jax.verify.structure import Raw, Text, read, understood
 UNEVALUATED = re.compile(
     r"\\(?:sum|prod|int|iint|oint|lim|det|begin\{vmatrix\}|max|min|sup|inf)(?![a-zA-Z])"
 )
-_SUSPECT = re.compile(r"__|[\"`;@#]|lambda|import|eval|exec|open|\\text|[A-Za-z]{4,}|_|:")
+_SUSPECT = re.compile(r"__|[\"`;@#]|lambda|import|eval|exec|open|\\text|[A-Za-z]{4,}|[A-Z]{2}|_|:")
 _MACRO_NAME = re.compile(r"\\[a-zA-Z]+")
 
 
@@ -89,10 +89,10 @@ def _by_value(gold_text, gold_shapes, text, tolerance, loading) -> tuple[str, st
             unknown = unknown or verdict is None
     if undefined_gold:
         return "error", "gold_unparsable"
+    if _untexted(gold_text) == _untexted(text):
+        return "correct", "same_words"
     if not unknown:
         return "wrong", "different"
-    if words(gold_text) == words(text) and re.search("[a-z]{2}", words(text)):
-        return "correct", "same_words"
     # Against a value it would find one in almost any fragment.
     unknown = not understood(gold_shapes[0])
     if unknown and _suits_library(gold_text) and _suits_library(text):
@@ -131,6 +131,11 @@ def judge_key(answer: str) -> tuple[str, str]:
 def _unwrapped(gold: str) -> str:
     """A gold may come boxed or in dollars; nothing is searched for in it."""
     return gold if "\\boxed" not in gold else (extract(gold, "reward") or "")
+
+
+def _untexted(text: str) -> str:
+    """The text without the marks that say that a part of it is words."""
+    return squeeze(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text))
 
 
 def _raw(shape) -> bool:

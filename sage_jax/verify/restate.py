@@ -97,7 +97,9 @@ def _spelling(node: Node) -> Node:
         above, below = _spelling(node[1]), _spelling(node[2])
         if above[0] == below[0] == "num":
             return ("over", above[1], below[1])
-        return _flat("mul", [above, ("pow", below, "-1")], _ONE)
+        return _flat("mul", [above, ("pow", below, "-1")], _ONE) if below != _ONE else above
+    if kind == "pow" and node[2] == _ONE:
+        return _spelling(node[1])
     if kind == "root":
         return ("root", _spelling(node[1]), _spelling(node[2]))
     if kind in ("add", "mul"):

@@ -29,7 +29,7 @@ NOT_UNITS = set(
     "sixths seventh sevenths eighth eighths ninth ninths tenth tenths hundredth hundredths "
     "thousandth thousandths less more fewer factorial plus minus times root and or so than to by "
     "not about over under import power mod modulo if when where unless except but else dozen "
-    "dozens score twice double triple negative".split()
+    "dozens score twice double triple negative is isn are wrong no wait".split()
 ) | set(COUNTS)
 
 

@@ -109,11 +109,10 @@ def understood(shape) -> bool:
     """Whether no part of an answer is ``Raw``."""
     if isinstance(shape, Raw):
         return False
-    parts = getattr(shape, "items", None) or getattr(shape, "parts", None) or ()
-    parts = getattr(shape, "terms", parts)
     if isinstance(shape, Matrix):
-        parts = [cell for row in shape.rows for cell in row]
-    return all(understood(part) for part in parts)
+        return all(understood(cell) for row in shape.rows for cell in row)
+    parts = (getattr(shape, name, ()) for name in ("items", "parts", "terms"))
+    return all(understood(part) for some in parts for part in some)
 
 
 def read(text: str) -> list:
@@ -145,10 +144,9 @@ def _shape(text: str):
         both = _both(text, connected)
         return both if both is not None else _listing(connected)
     outward = _OUTWARD.match(text)
-    if outward and (outward.group(1) == "]" or outward.group(4) == "["):  # ]0, 1] is (0, 1]
-        ends = tuple(_shape(outward.group(n)) for n in (2, 3))
-        opening, closing = outward.group(1).replace("]", "("), outward.group(4).replace("[", ")")
-        return Bracket(opening, closing, ends)
+    if outward and (outward[1] == "]" or outward[4] == "["):  # ]0, 1] is (0, 1]
+        ends = (_shape(outward[2]), _shape(outward[3]))
+        return Bracket(outward[1].replace("]", "("), outward[4].replace("[", ")"), ends)
     if text.startswith("\\pm") or "\\pm" in text or "\\mp" in text:
         value = _signed_pair(text)
         if value is not None:
@@ -194,6 +192,8 @@ def _value(text: str):
     body, unit = units.split(percent.group(1) if percent else text)
     counted = _COUNTED.match(" ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split()))
     try:
+        if re.search(r"[fgh]\([^()]*[fgh]\(", body):
+            raise ParseError("a composition is no product")
         if counted:
             number, dollars, count, unit = counted.groups(default="")
             node = ("mul", parse(number.replace(",", "")), ("num", Fraction(COUNTS[count])))
@@ -217,7 +217,7 @@ def _listing(parts: list[str]):
 
 def _signed_pair(text: str):
     """``a \\pm b`` as its two values, with a left-hand side if there was one."""
-    if any(mark in text for mark in ("<", ">", ",", ";", "\\leq", "\\geq", "\\cup")):
+    if any(mark in text for mark in (*_INEQUALITIES, ",", ";", "\\cup")):
         return None
     head, equals, tail = text.rpartition("=")
     try:

@@ -76,7 +76,7 @@ def split(text: str) -> tuple[str, str]:
 
 def _is_unit(unit: str) -> bool:
     """Whether words behind a number leave its value alone."""
-    if not re.fullmatch(r"[A-Za-z\s/^*\d,\u00b5\u03bc-]*", unit):
+    if not re.fullmatch(r"(?:[A-Za-z/\u00b5\u03bc][A-Za-z\s/^*\d,\u00b5\u03bc-]*)?", unit.strip()):
         return False
     return not NOT_UNITS & set(re.findall(r"[a-z]+", unit.casefold()))
 
