@@ -53,6 +53,14 @@ SCHEMA: dict[str, Field] = {
     "model.remat": Field(
         "none", "policy", "what the backward pass recomputes", choices=("none", "dots", "full")
     ),
+    "lora.rank": Field(0, "rank", "adapter on all linear layers; 0: train all weights", 0, 4096),
+    "lora.alpha": Field(
+        0.0, "number", "adapter output times alpha / rank; 0: twice the rank (TRL's default)", 0
+    ),
+    "lora.path": Field("", "folder", "PEFT adapter to start from; empty: a new one"),
+    "lora.export": Field(
+        "merged", "form", "what --mode=export writes", choices=("merged", "adapter")
+    ),
     "tokens.max_prompt": Field(1024, "tokens", "longest prompt, template included", 8),
     "tokens.overlong": Field(
         "shorten", "policy", "what a longer prompt does", choices=("error", "shorten", "skip")
@@ -287,6 +295,18 @@ def _cross_problems(c: Any) -> list[str]:
         )
     if c.optim.schedule != "constant" and c.train.steps <= c.optim.warmup_steps:
         problems.append("optim.schedule: nothing is left to decay after warm-up; use constant")
+    if not c.lora.rank:
+        for name, off in (("alpha", 0), ("path", ""), ("export", "merged")):
+            if c.lora[name] != off:
+                problems.append(
+                    f"lora.{name}={c.lora[name]!r}: lora.rank=0 trains all weights and has no "
+                    f"adapter; give a rank, such as 128, or leave lora.{name} out"
+                )
+    elif c.mesh.fsdp > 0 and c.lora.rank % c.mesh.fsdp:
+        problems.append(
+            f"lora.rank={c.lora.rank}: must be a multiple of mesh.fsdp={c.mesh.fsdp}, over which "
+            f"the factors are split; for example {c.mesh.fsdp * -(-c.lora.rank // c.mesh.fsdp)}"
+        )
     sizes = {f"mesh.{axis}": c.mesh[axis] for axis in ("data", "fsdp", "tensor")}
     for name in [name for name, size in sizes.items() if size == 0]:
         problems.append(f"{name}=0: give a device count or -1 for all that are left")
@@ -312,13 +332,18 @@ def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
     resolved: Any = ml_collections.ConfigDict(config)
     if resolved.method.advantage == "auto":
         resolved.method.advantage = ADVANTAGE_OF[resolved.method.rewards]
+    if not resolved.lora.alpha:
+        resolved.lora.alpha = 2.0 * resolved.lora.rank
     return ml_collections.FrozenConfigDict(resolved)
 
 
 def dump(config: Mapping, overrides: Mapping[str, Any], path: Path) -> None:
     """Write {field: {value, source}}; source is default, file or command line."""
     flat, rows = flatten(config), {}
-    resolved = {"method.advantage": ADVANTAGE_OF[flat["method.rewards"]]}
+    resolved = {
+        "method.advantage": ADVANTAGE_OF[flat["method.rewards"]],
+        "lora.alpha": 2.0 * flat["lora.rank"],
+    }
     for name, value in flat.items():
         source = "command line" if name in overrides else "default"
         if source == "default" and value not in (SCHEMA[name].default, resolved.get(name)):
