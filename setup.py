@@ -37,6 +37,6 @@ setup(
             "ruff>=0.14,<0.18",
             "pyright[nodejs]>=1.1.400,<2",
         ],
-        "parity": ["torch==2.13.0"],
+        "parity": ["torch==2.13.0", "peft==0.21.2"],
     },
 )

@@ -48,14 +48,17 @@ SCHEMA: dict[str, Field] = {
     "seed": Field(0, "integer", "root of all randomness", 0, 2**31 - 1),
     "model.path": Field("asset:tiny-qwen3", "path", "Hugging Face folder, hub id, or asset:NAME"),
     "model.dtype": Field(
-        "float32", "dtype", "compute type; weights stay fp32", choices=("float32", "bfloat16")
+        "float32",
+        "dtype",
+        "compute type; what is trained is fp32",
+        choices=("float32", "bfloat16"),
     ),
     "model.remat": Field(
         "none", "policy", "what the backward pass recomputes", choices=("none", "dots", "full")
     ),
     "lora.rank": Field(0, "rank", "adapter on all linear layers; 0: train all weights", 0, 4096),
     "lora.alpha": Field(
-        0.0, "number", "adapter output times alpha / rank; 0: twice the rank (TRL's default)", 0
+        0.0, "number", "adapter output times alpha / rank; 0: twice the rank, as in TRL", 0, 1e6
     ),
     "lora.path": Field("", "folder", "PEFT adapter to start from; empty: a new one"),
     "lora.export": Field(
@@ -138,7 +141,7 @@ SCHEMA: dict[str, Field] = {
     "optim.dual_clip": Field(3.0, "ratio", "loss bound for negative advantages", 1.0001),
     "optim.entropy_coef": Field(0.0, "weight", "entropy bonus; 0: off", 0),
     "optim.kl_coef": Field(
-        0.0, "weight", "k3 KL to the starting model; 0: off, no reference kept", 0
+        0.0, "weight", "k3 KL to the starting model, with LoRA its base; 0: off, no reference", 0
     ),
     "optim.importance_cap": Field(0.0, "ratio", "cap of sampler/learner weights; 0: off", 0),
     "optim.epochs": Field(1, "passes", "passes over one rollout", 1),

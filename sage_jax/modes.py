@@ -229,7 +229,7 @@ def run_export(job: Job, stop) -> int:
             hf.export(model.params, model.cfg, job.output, source_dir=model.folder)
         elif job.config.lora.export == "adapter":
             path = model_path(job.config.model.path)
-            base = peft.Base(model.cfg, path, lora.fingerprint(model.params))
+            base = peft.Base(model.cfg, path, model.fingerprint)
             peft.export(model.adapter, base, model.lora, job.output)
         else:
             merged = lora.merge(model.params, lora.scaled(model.adapter, model.lora.scale))

@@ -102,7 +102,7 @@ class Run:
     def host_state(self) -> dict:
         state = {"step": self.step, "pool": self.pool.to_json(), "config": flatten(self.config)}
         if self.model.lora is not None:
-            state["base"] = lora.fingerprint(self.model.params)
+            state["base"] = self.model.fingerprint
         return state
 
 
@@ -297,7 +297,7 @@ def check_fit(checkpoints: Checkpoints, step: int, model: Model, config) -> None
             f"{_lora_words(here)} here, but {checkpoints.path(step)} was written with "
             f"{_lora_words(ranks)}; give those values, or choose another --workdir"
         )
-    if model.lora is not None and (of := host.get("base")) != lora.fingerprint(model.params):
+    if model.lora is not None and (of := host.get("base")) != model.fingerprint:
         raise ConfigError(
             f"model.path={now!r}: its weights are not those that the adapter in "
             f"{checkpoints.path(step)} was trained on (fingerprint {of}, model.path={before!r}); "

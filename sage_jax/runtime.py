@@ -89,7 +89,8 @@ def placement(config) -> Placement:
 class Model:
     """Weights in fp32, their architecture and the tokenizer, from one folder.
 
-    With `lora` the weights are the frozen base in compute type, and `adapter` (fp32) is trained.
+    With `lora` the weights are the frozen base in compute type, told from others by `fingerprint`,
+    and `adapter` (fp32) is trained.
     """
 
     params: dict
@@ -98,6 +99,7 @@ class Model:
     folder: Path
     lora: LoraSettings | None = None
     adapter: dict | None = None
+    fingerprint: str = ""
 
     @property
     def weights(self) -> dict:
@@ -143,15 +145,16 @@ def load_model(config, place: Placement) -> Model:
         raise ConfigError(f"model.path={config.model.path}: {error}") from error
     if settings is None:
         return Model(params, cfg, tokens, folder)
-    if not config.lora.path:
+    mark = lora.fingerprint(params)
+    if config.lora.path:
+        try:
+            base = peft.Base(cfg, model_path(config.model.path), mark)
+            adapter = peft.load(config.lora.path, base, settings, place.update)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"lora.path={config.lora.path}: {error}") from error
+    else:
         adapter = lora.init(cfg, settings.rank, jax.random.key(config.seed), place.update)
-        return Model(params, cfg, tokens, folder, settings, adapter)
-    try:
-        base = peft.Base(cfg, model_path(config.model.path), lora.fingerprint(params))
-        adapter = peft.load(config.lora.path, base, settings, place.update)
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"lora.path={config.lora.path}: {error}") from error
-    return Model(params, cfg, tokens, folder, settings, adapter)
+    return Model(params, cfg, tokens, folder, settings, adapter, mark)
 
 
 def make_prompts(config) -> PromptSet:
