@@ -29,7 +29,7 @@ from sage_jax.core.rng import row_key
 from sage_jax.learn.objective import completion_mask
 from sage_jax.learn.optimizer import make_optimizer
 from sage_jax.learn.pack import TrainRow, pack
-from sage_jax.learn.update import Update, host_metrics, init_state
+from sage_jax.learn.update import TrainState, Update, host_metrics, init_state
 from sage_jax.models import lora, qwen
 from sage_jax.rollout.engine import Engine, Row
 from sage_jax.runtime import Placement, decode_weights, placement
@@ -159,12 +159,10 @@ def test_the_gradient_program_makes_no_second_copy_of_the_base():
     for remat in ("none", "full"):
         settings = replace(TUNED, remat=remat)
         tx = make_optimizer(settings, 10)
-
-        def make(tx=tx):
-            base = qwen.init(cfg, jax.random.key(0))
-            return init_state(lora.init(cfg, RANK, jax.random.key(1)), tx, frozen=base)
-
-        state = jax.eval_shape(make)
+        base = jax.eval_shape(partial(qwen.init, cfg), jax.random.key(0))
+        adapter = jax.eval_shape(partial(lora.init, cfg, RANK), jax.random.key(1))
+        counter = jax.ShapeDtypeStruct((), jnp.int32)
+        state = TrainState(adapter, jax.eval_shape(tx.init, adapter), counter, counter, None, base)
         update = Update(cfg, settings, ROLES, tx, state)
         packed = pack(make_rows(2), ROLES, [12], 2)
         acc = jax.eval_shape(update._zeros, state)
@@ -274,7 +272,7 @@ def test_small_updates_reach_a_bfloat16_sampler_that_merged_weights_would_lose()
     weights = attached(base, adapter)
     merged = lora.merge(base, lora.scaled(adapter, LORA.scale))
     same = jax.tree.map(lambda x, y: float((x.astype(jnp.bfloat16) == y).mean()), merged, base)
-    assert min(same["layers"][t] for t in lora.TARGETS) > 0.99
+    assert min(same["layers"][t] for t in lora.TARGETS) > 0.95
     factors = decode_weights(weights, CFG, Placement(None, None, {}), "bfloat16")["layers"]
     b = np.asarray(factors["q_proj" + qwen.LORA_B], np.float32)
     np.testing.assert_allclose(b, LORA.scale * 1e-6, rtol=1e-2)
@@ -292,10 +290,8 @@ def test_updates_and_samples_are_those_of_one_device_on_any_mesh(shared, sizes):
     want_acc = accumulated(shared, state, packed)
     want, want_metrics = shared.step(state, packed)
     update, state = make_update(layout=place.update, adapter=random_adapter_on(place, 0.1))
-    for name, x in state.params["layers"].items():  # each factor is split over fsdp or tensor
-        parts = max(sizes[1], 1 if sizes[1] > 1 else sizes[2])
-        if parts > 1 and sizes[1] > 1:
-            assert x.addressable_shards[0].data.size * parts <= x.size, name
+    for name, x in state.params["layers"].items():  # each factor is split over fsdp
+        assert x.addressable_shards[0].data.size * sizes[1] <= x.size, name
     acc = accumulated(update, state, packed)
     assert_trees_close(acc.grads, want_acc.grads, atol=1e-6, rtol=1e-5)
     placed = jax.tree.map(lambda x: x.sharding, state)

@@ -19,16 +19,17 @@ from sage_jax.config import ConfigError
 from sage_jax.core.checkpoint import Checkpoints
 from sage_jax.models import hf, lora, peft, qwen
 from sage_jax.run import start
-from sage_jax.runtime import load_model, placement
+from sage_jax.runtime import ASSETS, load_model, placement
 
+BASE = ASSETS / "tiny-qwen3"
 SHORT = {"valid__effects": 0, "valid__samples": 0, "method__audits": 0}
 
 
 @pytest.fixture(scope="module")
-def config(tiny_folder):
+def config(tiny_asset):
     changes = {"lora__rank": RANK, "lora__alpha": 8.0, "optim__lr": 1e-2, "train__steps": 2}
     changes |= {"checkpoint__every": 1, "valid__every": 0, "valid__planned": False}
-    return small_config(tiny_folder, **changes, **SHORT)
+    return small_config(tiny_asset, **changes, **SHORT)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +125,7 @@ def test_a_checkpoint_of_all_weights_is_refused_for_an_adapter(config, tmp_path)
 
 
 def test_another_base_than_the_adapter_was_trained_on_is_refused(config, finished, tmp_path):
-    folder = shutil.copytree(config.model.path, tmp_path / "other")
+    folder = shutil.copytree(BASE, tmp_path / "other")
     weights = load_file(folder / "model.safetensors")
     weights["model.norm.weight"][3] += 0.5
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -160,9 +161,9 @@ def test_an_exported_adapter_has_the_names_and_shapes_of_peft(config, finished, 
     content = json.loads((folder / "adapter_config.json").read_text())
     assert content["peft_type"] == "LORA" and content["task_type"] == "CAUSAL_LM"
     assert (content["r"], content["lora_alpha"], content["bias"]) == (RANK, 8, "none")
-    assert content["base_model_name_or_path"] == config.model.path
+    assert content["base_model_name_or_path"] == str(BASE)
     assert set(content["target_modules"]) == set(lora.TARGETS)
-    cfg = hf.read_config(hf.resolve(config.model.path))
+    cfg = hf.read_config(BASE)
     with safe_open(folder / "adapter_model.safetensors", framework="np") as handle:
         shapes = {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}
         assert handle.metadata()["format"] == "pt"
@@ -220,9 +221,9 @@ def test_an_adapter_that_does_not_fit_is_named(config, folder, tmp_path, fields,
 
 
 def test_an_adapter_for_other_weights_of_the_same_name_is_refused(config, folder):
-    cfg = hf.read_config(hf.resolve(config.model.path))
+    cfg = hf.read_config(BASE)
     with pytest.raises(ValueError, match="trained on other weights.*0123"):
-        peft.load(folder, peft.Base(cfg, config.model.path, "0123"), LORA)
+        peft.load(folder, peft.Base(cfg, str(BASE), "0123"), LORA)
 
 
 def test_tensors_that_do_not_fit_are_all_named(config, folder, tmp_path):
@@ -233,7 +234,7 @@ def test_tensors_that_do_not_fit_are_all_named(config, folder, tmp_path):
     tensors[block + "mlp.up_proj.lora_A.weight"] = np.zeros((RANK, 3), np.float32)
     tensors["base_model.model.lm_head.lora_A.weight"] = np.zeros((RANK, 3), np.float32)
     save_file(tensors, file)
-    base = peft.Base(hf.read_config(hf.resolve(config.model.path)), config.model.path, "")
+    base = peft.Base(hf.read_config(BASE), str(BASE), "")
     with pytest.raises(ValueError) as error:
         peft.load(copy, base, LORA)
     said = str(error.value)
