@@ -1,6 +1,7 @@
 """LoRA: what the adapter adds, that nothing but it is trained, saved or donated, and that the
 sampler has it."""
 
+import re
 from dataclasses import replace
 from functools import partial
 
@@ -152,23 +153,24 @@ def test_updates_move_every_factor_and_leave_the_base_to_the_bit(shared):
     assert sum(x.size for x in moments) == 2 * sum(x.size for x in jax.tree.leaves(state.params))
 
 
-def test_the_gradient_program_makes_no_second_copy_of_the_base():
-    cfg = replace(CFG, hidden_size=256, intermediate_size=1024, num_layers=4)
-    table = qwen.param_table(cfg)
-    size = sum(4 * np.prod(p.shape) for p in table.values())
-    for remat in ("none", "full"):
-        settings = replace(TUNED, remat=remat)
-        tx = make_optimizer(settings, 10)
-        base = jax.eval_shape(partial(qwen.init, cfg), jax.random.key(0))
-        adapter = jax.eval_shape(partial(lora.init, cfg, RANK), jax.random.key(1))
-        counter = jax.ShapeDtypeStruct((), jnp.int32)
-        state = TrainState(adapter, jax.eval_shape(tx.init, adapter), counter, counter, None, base)
-        update = Update(cfg, settings, ROLES, tx, state)
-        packed = pack(make_rows(2), ROLES, [12], 2)
-        acc = jax.eval_shape(update._zeros, state)
-        args = state, acc, packed.micros[0], packed.role_tokens
-        temporary = update.accumulate.lower(*args).compile().memory_analysis()
-        assert temporary.temp_size_in_bytes < 0.4 * size, remat
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_the_gradient_program_makes_no_second_copy_of_the_base(remat):
+    cfg = replace(CFG, hidden_size=64, intermediate_size=1000, num_layers=3)
+    settings = replace(TUNED, remat=remat)
+    tx = make_optimizer(settings, 10)
+    base = jax.eval_shape(partial(qwen.init, cfg), jax.random.key(0))
+    adapter = jax.eval_shape(partial(lora.init, cfg, RANK), jax.random.key(1))
+    counter = jax.ShapeDtypeStruct((), jnp.int32)
+    state = TrainState(adapter, jax.eval_shape(tx.init, adapter), counter, counter, None, base)
+    update = Update(cfg, settings, ROLES, tx, state)
+    packed = pack(make_rows(2), ROLES, [12], 2)
+    acc = jax.eval_shape(update._zeros, state)
+    args = state, acc, packed.micros[0], packed.role_tokens
+    compiled = update.accumulate.lower(*args).compile().as_text()
+    made = re.findall(r"= f32\[([\d,]+)\]\S* ([\w-]+)\(", compiled)
+    stacked = {op for dims, op in made if np.prod([*map(int, dims.split(","))]) == 3 * 64 * 1000}
+    assert "parameter" in stacked  # the probe sees the weights
+    assert stacked <= {"parameter", "get-tuple-element", "bitcast"}, stacked
 
 
 def test_kl_is_to_the_base_without_the_adapter_and_needs_no_weights_of_its_own():
