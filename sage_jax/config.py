@@ -335,8 +335,8 @@ def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
     resolved: Any = ml_collections.ConfigDict(config)
     if resolved.method.advantage == "auto":
         resolved.method.advantage = ADVANTAGE_OF[resolved.method.rewards]
-    if not resolved.lora.alpha:
-        resolved.lora.alpha = 2.0 * resolved.lora.rank
+    if not resolved.lora.alpha:  # 0 or 0.0, whose type a ConfigDict keeps
+        resolved.lora.alpha = type(resolved.lora.alpha)(2 * resolved.lora.rank)
     return ml_collections.FrozenConfigDict(resolved)
 
 
