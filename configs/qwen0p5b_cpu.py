@@ -20,6 +20,7 @@ def get_config():
     c.valid.limit = 4
     c.valid.samples = 0
     c.valid.planned = False
+    c.valid.effects = 0
     c.train.steps = 3
     c.checkpoint.every = 0
     c.method.candidates = 4

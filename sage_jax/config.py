@@ -3,26 +3,25 @@
 A config file imports `base`, changes what it needs and returns the result from `get_config()`.
 """
 
-import ast
 import dataclasses
 import difflib
 import json
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import ml_collections
-from absl import flags
-from ml_collections import config_flags
 
 ROLES = ("challenger", "planner", "solver", "critic")
 INF = float("inf")
 LARGEST = {int: 2**31 - 1, float: 3e38}  # what arrays of 32 bits hold: no infinity
 
 
-# What method.advantage=auto means with each reward set.
-ADVANTAGE_OF = {"paper": "role_token", "robust": "grouped"}
+# What a field's default stands for with each reward set (method.rewards).
+FOLLOWS_REWARDS: dict[str, dict[str, Any]] = {
+    "method.advantage": {"paper": "role_token", "robust": "grouped"},
+    "train.rollback": {"paper": 0.0, "robust": 0.04},
+}
 
 
 class ConfigError(ValueError):
@@ -87,6 +86,14 @@ SCHEMA: dict[str, Field] = {
         40, "tasks", "tasks for effect/*, what each role is worth, and half as many references", 0
     ),
     "train.steps": Field(200, "steps", "absolute total of updates", 0),
+    "train.rollback": Field(
+        -1.0,
+        "share",
+        "fall of held-out accuracy at which the best checkpoint comes back and the learning rate "
+        "is halved; 0: never; -1: 0 with rewards paper, 0.04 with robust",
+        -1,
+        1,
+    ),
     "checkpoint.every": Field(20, "steps", "save interval; 0: last step only", 0),
     "checkpoint.keep": Field(2, "checkpoints", "newest ones kept, besides the best", 1),
     "method.name": Field("sage", "name", "training method", choices=("sage",)),
@@ -280,6 +287,10 @@ def _cross_problems(c: Any) -> list[str]:
         problems.append("tasks.seeds=(): no seed problems; name at least one file")
     if c.method.candidates + c.method.drawn == 0:
         problems.append("method.candidates=0, method.drawn=0: a step without rows; raise one")
+    if -1 < c.train.rollback < 0:
+        problems.append(
+            f"train.rollback={c.train.rollback}: give a share from 0 to 1, or -1 for the default"
+        )
     if c.method.audits % 2:
         problems.append(
             f"method.audits={c.method.audits}: an audited seed gives two rows, whole and broken; "
@@ -333,63 +344,28 @@ def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
     if problems:
         raise ConfigError("config:\n  " + "\n  ".join(problems))
     resolved: Any = ml_collections.ConfigDict(config)
-    if resolved.method.advantage == "auto":
-        resolved.method.advantage = ADVANTAGE_OF[resolved.method.rewards]
-    if not resolved.lora.alpha:  # 0 or 0.0, whose type a ConfigDict keeps
-        resolved.lora.alpha = type(resolved.lora.alpha)(2 * resolved.lora.rank)
+    for name, values in FOLLOWS_REWARDS.items():
+        if flat[name] == SCHEMA[name].default:
+            group, leaf = name.split(".")
+            with resolved[group].ignore_type():  # -1 may have been written without its point
+                resolved[group][leaf] = values[resolved.method.rewards]
+    if not resolved.lora.alpha:
+        with resolved.lora.ignore_type():
+            resolved.lora.alpha = 2.0 * resolved.lora.rank
     return ml_collections.FrozenConfigDict(resolved)
 
 
 def dump(config: Mapping, overrides: Mapping[str, Any], path: Path) -> None:
     """Write {field: {value, source}}; source is default, file or command line."""
     flat, rows = flatten(config), {}
-    resolved = {
-        "method.advantage": ADVANTAGE_OF[flat["method.rewards"]],
-        "lora.alpha": 2.0 * flat["lora.rank"],
-    }
+    resolved = {n: values[flat["method.rewards"]] for n, values in FOLLOWS_REWARDS.items()}
+    resolved["lora.alpha"] = 2.0 * flat["lora.rank"]
     for name, value in flat.items():
         source = "command line" if name in overrides else "default"
         if source == "default" and value not in (SCHEMA[name].default, resolved.get(name)):
             source = "file"
         rows[name] = {"value": value, "source": source}
     path.write_text(json.dumps(rows, indent=1) + "\n")
-
-
-class _ListParser(flags.ArgumentParser):
-    """Comma-separated values, with or without brackets: a,b or 256,512."""
-
-    def parse(self, argument):
-        if isinstance(argument, (tuple, list)):
-            return tuple(argument)
-        text = argument.strip()
-        if text[:1] + text[-1:] in ("()", "[]"):  # only as a pair: train[:500] ends in one too
-            text = text[1:-1]
-        items = [item.strip().strip("'\"") for item in text.split(",")]
-        return tuple(self._value(item) for item in items if item)
-
-    @staticmethod
-    def _value(item: str):
-        try:
-            value = ast.literal_eval(item)
-        except (ValueError, SyntaxError):
-            return item
-        return value if isinstance(value, (int, float)) else item
-
-    def flag_type(self):
-        return "comma-separated list"
-
-
-def register_list_parser() -> None:
-    """Let list fields be written comma-separated on the command line."""
-    config_flags.register_flag_parser_for_type(tuple, _ListParser())
-
-
-def unknown_overrides(argv: list[str]) -> list[str]:
-    """What is wrong with the names of --config.a.b=value arguments."""
-    names = [re.match(r"--?config\.([^=]+)", arg) for arg in argv]
-    return [
-        f"--config.{m[1]}: unknown field{nearest(m[1])}" for m in names if m and m[1] not in SCHEMA
-    ]
 
 
 def markdown() -> str:

@@ -11,6 +11,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from sage_jax import config as schema
+from sage_jax import overrides
 
 # Its advice about absent frameworks is not for users of this project.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -27,7 +28,7 @@ NEEDS_CONFIG = ("train", "sft", "eval")
 NEEDS_FILES = {"generate": ("input", "output"), "score": ("input", "output"), "export": ("output",)}
 
 FLAGS = flags.FLAGS
-schema.register_list_parser()
+overrides.register_list_parser()
 CONFIG = config_flags.DEFINE_config_file(
     "config", schema.__file__, "Config file; its fields are changed with --config.a.b=value."
 )
@@ -95,7 +96,7 @@ def asks_for_help(argv: list[str]) -> bool:
 
 def parse(argv: list[str]) -> None:
     """Read the command line. UsageError for what it cannot mean."""
-    if unknown := schema.unknown_overrides(argv):
+    if unknown := overrides.unknown_overrides(argv):
         raise UsageError("\n  ".join(unknown))
     try:
         rest = FLAGS(argv)
@@ -139,6 +140,7 @@ def _unusable(path: Path, folder: bool) -> str:
 
 def main(argv: list[str]) -> int:
     """Exit code: 0 done, 1 some input lines were bad, 2 usage or config, 143 saved on SIGTERM."""
+    from sage_jax.core.distributed import DistributedError, start
     from sage_jax.tasks.sources import SourceError
     from sage_jax.verify import IsolationError
 
@@ -148,6 +150,7 @@ def main(argv: list[str]) -> int:
     try:
         parse(argv)
         config = schema.validate(CONFIG.value)
+        start()  # before anything can ask JAX for its devices
         # Only now: a mistyped flag should not cost the seconds that JAX takes to load.
         from sage_jax import modes
 
@@ -157,7 +160,7 @@ def main(argv: list[str]) -> int:
         files = (Path(INPUT.value), Path(OUTPUT.value))
         job = modes.Job(config, overrides, workdir, *files, named=bool(WORKDIR.value))
         return modes.MODES[MODE.value](job, StopRequest())
-    except (UsageError, schema.ConfigError, SourceError, IsolationError) as error:
+    except (UsageError, schema.ConfigError, SourceError, IsolationError, DistributedError) as error:
         print(f"sage_jax: {error}", file=sys.stderr)
         return 2
 

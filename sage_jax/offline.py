@@ -24,7 +24,9 @@ GENERATE_FIELDS = {
     "n": int,
     "seed": int,
     "temperature": float,
+    "top_k": int,
     "top_p": float,
+    "min_p": float,
     "max_new_tokens": int,
     "stop_ids": list,
 }
@@ -101,11 +103,15 @@ def _generate_problem(row: dict, vocab_size: int) -> str:
         return f"n={row['n']}: must lie in [1, {MOST_SAMPLES}]"
     if row.get("max_new_tokens", 1) < 1:
         return f"max_new_tokens={row['max_new_tokens']}: must be at least 1"
-    temperature, top_p = row.get("temperature", 1.0), row.get("top_p", 1.0)
+    temperature = row.get("temperature", 1.0)
     if temperature != 0 and (text := _temperature_problem(temperature)):
         return f"{text}, or be 0 (greedy)"
-    if not 0 < top_p <= 1:
-        return f"top_p={top_p}: must lie in (0, 1]"
+    if not 0 <= row.get("top_k", 0) <= vocab_size:
+        return f"top_k={row['top_k']}: must lie in [0, {vocab_size}], 0 for all"
+    if not 0 < row.get("top_p", 1.0) <= 1:
+        return f"top_p={row['top_p']}: must lie in (0, 1]"
+    if not 0 <= row.get("min_p", 0.0) <= 1:
+        return f"min_p={row['min_p']}: must lie in [0, 1]"
     if len(row.get("stop_ids", ())) > MAX_STOPS:
         return f"stop_ids has {len(row['stop_ids'])} entries; at most {MAX_STOPS}"
     if row.get("messages") == []:
@@ -167,7 +173,9 @@ def _plan_rows(good, model: Model) -> tuple[list[tuple[dict, list[Row]]], list[P
                     max_new=new,
                     stop_ids=tuple(row.get("stop_ids", model.tokens.stop_ids)),
                     temperature=float(row.get("temperature", 1.0)),
+                    top_k=row.get("top_k", 0),
                     top_p=float(row.get("top_p", 1.0)),
+                    min_p=float(row.get("min_p", 0.0)),
                 )
             )
         planned.append((row, rows))

@@ -15,7 +15,7 @@ from sage_jax import roles
 from sage_jax.config import ConfigError, flatten
 from sage_jax.core.checkpoint import CheckpointError, Checkpoints
 from sage_jax.evaluate import first_of_each_domain
-from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
+from sage_jax.learn.optimizer import UpdateSettings, lr_factor, make_optimizer, with_lr_factor
 from sage_jax.learn.update import TrainState, Update, init_state
 from sage_jax.methods.sage import Sage
 from sage_jax.models import lora
@@ -369,6 +369,33 @@ def tell_shortened(run: Run, prompts: int, cut_short: int) -> None:
             "prompts of method.prompts; said once",
             quiet=False,
         )
+
+
+def guard(run: Run, accuracy: float | None) -> None:
+    """Undo a drift: where held-out accuracy has fallen by more than train.rollback, the best
+    checkpoint's parameters and optimizer come back, and the learning rate is halved.
+
+    The pool, the step count and with it the randomness go on, so that the run takes another way.
+    """
+    best = run.checkpoints.best
+    if not run.config.train.rollback or accuracy is None or best is None:
+        return
+    wanted = run.checkpoints.accuracy(best)
+    if accuracy >= wanted - run.config.train.rollback:
+        return
+    try:
+        arrays = run.checkpoints.restore(best, _trees(run.state))
+    except CheckpointError as error:
+        run.progress.note(f"WARNING: no roll-back: {error}", quiet=False)
+        return
+    factor = lr_factor(run.state.opt_state) / 2
+    opt_state = with_lr_factor(arrays["rest"]["opt_state"], factor)
+    run.state = run.state._replace(params=arrays["params"], opt_state=opt_state)
+    run.progress.note(
+        f"rolled back to the weights of step {best}: accuracy {accuracy:.3f} is more than "
+        f"train.rollback={run.config.train.rollback:g} below {wanted:.3f}; "
+        f"learning rate times {factor:g}"
+    )
 
 
 def save(run: Run, accuracy: float | None) -> None:

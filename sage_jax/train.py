@@ -6,12 +6,13 @@ from collections.abc import Callable
 import jax
 
 from sage_jax.evaluate import Evaluator
+from sage_jax.learn.optimizer import lr_factor
 from sage_jax.learn.pack import Packed
 from sage_jax.learn.update import host_metrics
 from sage_jax.methods.credit import assign_advantages, training_batches
 from sage_jax.methods.graph import Cancelled, Episode, Player, Sample, play
 from sage_jax.methods.measure import all_samples, episode_row, error_share, rollout_figures
-from sage_jax.run import Run, report, save
+from sage_jax.run import Run, guard, report, save
 
 
 class RunFailure(RuntimeError):
@@ -60,6 +61,8 @@ def one_step(run: Run) -> None:
     if last or (config.valid.every and step % config.valid.every == 0):
         with run.stage("validate"):
             figures |= validate(run)
+        guard(run, figures["valid/accuracy"])
+        figures["lr_factor"] = lr_factor(run.state.opt_state)
     run.seconds["total"] = time.monotonic() - started
     for sample in samples:
         run.episodes.write(episode_row(step, sample, run.model.tokens.decode(sample.prompt)))

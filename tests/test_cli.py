@@ -157,6 +157,8 @@ BAD_GENERATE = [
     ({"id": "d", "tokens": [99999]}, "99999"),
     ({"id": "e", "prompt": "x", "temperature": -1}, "temperature=-1"),
     ({"id": "f", "prompt": "x", "top_p": 0}, "top_p=0"),
+    ({"id": "f2", "prompt": "x", "top_k": -1}, "top_k=-1"),
+    ({"id": "f3", "prompt": "x", "min_p": 1.5}, "min_p=1.5"),
     ({"id": "g", "prompt": "x", "n": 0}, "n=0"),
     ({"id": "h", "prompt": "x", "max_new_tokens": 10**6}, "positions"),
     ({"id": "i", "prompt": "x", "temprature": 1}, "temprature"),
@@ -239,7 +241,8 @@ def test_export_writes_a_folder_that_gives_the_same_answers(tiny_folder, tmp_pat
 def test_a_terminated_run_saves_and_the_same_command_finishes_it(tmp_path):
     args = [
         "--config=configs/tiny.py", f"--workdir={tmp_path}", "--config.train.steps=3",
-        "--config.valid.limit=2", "--config.valid.samples=0", "--config.method.candidates=2",
+        "--config.valid.limit=2", "--config.valid.samples=0", "--config.valid.effects=0",
+        "--config.method.candidates=2", "--config.method.audits=2",
         "--config.method.drawn=2", "--config.rollout.slots=16", "--config.rollout.buckets=160",
         "--config.optim.buckets=160", "--config.optim.micro_rows=16",
     ]  # fmt: skip

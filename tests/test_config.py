@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from sage_jax import config as schema
+from sage_jax.overrides import ListParser
 from sage_jax.run import update_settings
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs").glob("*.py"))
@@ -126,7 +127,7 @@ def test_whole_numbers_serve_as_floats_but_not_the_reverse():
 
 
 def test_lists_on_the_command_line_are_comma_separated():
-    parse = schema._ListParser().parse
+    parse = ListParser().parse
     assert parse("a.jsonl,b.jsonl") == ("a.jsonl", "b.jsonl")
     assert parse("256,512") == (256, 512)
     assert parse("('a', 'b')") == ("a", "b")
@@ -152,6 +153,12 @@ def test_the_reward_set_decides_the_advantages_unless_they_are_named(tmp_path, r
     assert row == {"value": form, "source": "default"}
     named = changed(method__rewards=rewards, method__advantage="role_sequence")
     assert schema.validate(named).method.advantage == "role_sequence"
+    assert schema.validate(named).train.rollback == (0.04 if rewards == "robust" else 0.0)
+    assert schema.validate(changed(train__rollback=0.0)).train.rollback == 0.0
+
+
+def test_a_negative_share_is_no_roll_back():
+    assert "train.rollback=-0.5" in problems(train__rollback=-0.5)
 
 
 def test_audits_come_in_pairs():

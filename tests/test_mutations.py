@@ -19,6 +19,7 @@ import test_logprob
 import test_mesh
 import test_objective
 import test_pool
+import test_rewards
 import test_sage
 import test_score
 import test_update
@@ -27,7 +28,7 @@ from test_update import shared, single  # noqa: F401  (fixtures)
 
 from sage_jax.core import logprob, mesh, rng
 from sage_jax.learn import advantages, objective, score
-from sage_jax.methods import rewards, sage
+from sage_jax.methods import credit, rewards, sage
 from sage_jax.rollout import decode, sampling
 from sage_jax.tasks import pool
 
@@ -110,7 +111,7 @@ MUTATIONS = {
         test_advantages.test_role_token_equals_reinforce_plus_plus_run_on_each_role,
     ),
     "roles are whitened together": Mutation(
-        (advantages, "_groups", "else row.role for row", "else None for row"),
+        (advantages, "_groups", "(row.role, row.part,", "(None, row.part,"),
         test_advantages.test_role_sequence_ignores_length_and_keeps_roles_apart,
     ),
     # Placement.
@@ -121,8 +122,20 @@ MUTATIONS = {
     ),
     # The method.
     "duplicates are admitted": Mutation(
-        (pool.Pool, "_outcome", "return DUPLICATE", "return ADMITTED"),
+        (pool.Pool, "outcome", "return DUPLICATE", "return ADMITTED"),
         test_pool.test_admission_outcomes,
+    ),
+    "an unusable proposal is paid like any other": Mutation(
+        (rewards, "challenger_robust", "if not usable", "if False"),
+        test_rewards.test_duplicates_of_the_pool_and_of_the_step_are_paid_like_invalid_ones,
+    ),
+    "what nobody solves counts as hard": Mutation(
+        (rewards, "earned_difficulty", " or not rate", " or rate is None"),
+        test_rewards.test_a_problem_that_nobody_solves_earns_no_difficulty,
+    ),
+    "audits share a baseline with other judgements": Mutation(
+        (credit, "assign_advantages", "s.kind if apart", "'' if apart"),
+        test_rewards.test_critic_rows_of_both_kinds_are_normalised_apart_in_every_form,
     ),
     "an unparsed score counts as the best one": Mutation(
         (rewards, "critic_mean", "UNPARSED_SCORE if", "1.0 if"),

@@ -22,7 +22,7 @@ ALL = {
     "gate/plan_pass": 0.8,
     "effect/planner": 0.1,
     "effect/critic": 0.7,
-    "effect/challenger": 0.5,
+    "effect/challenger_yield": 0.5,
 }
 
 
@@ -96,8 +96,8 @@ def test_a_study_shows_every_setting_and_effect_and_is_the_same_each_time(tmp_pa
     drawn = texts(tmp_path / "a.svg")
     # Each setting names its curve and its bars.
     assert drawn.count("<!-- full -->") == 2 and drawn.count("<!-- no_solver -->") == 2
-    for role in ("Planner", "Critic", "Challenger"):
-        assert f"<!-- {role} effect -->" in drawn
+    for panel in ("Planner effect", "Critic effect", "Challenger yield"):
+        assert f"<!-- {panel} -->" in drawn
     assert drawn == texts(tmp_path / "b.svg")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sage_jax.config import _ListParser
+from sage_jax.overrides import ListParser
 from sage_jax.tasks import sources
 from sage_jax.tasks.sources import SourceError, load
 
@@ -208,7 +208,7 @@ def test_every_source_on_the_page_about_seeds_is_read_as_it_says():
     options = re.findall(r"^    --config\.(?:tasks\.seeds|valid\.path)=(.+)$", page, re.M)
     examples = {
         text: sources._parse(text)
-        for text in [*table, *(item for text in options for item in _ListParser().parse(text))]
+        for text in [*table, *(item for text in options for item in ListParser().parse(text))]
     }
     assert len(table) >= 7 and len(options) >= 5
     for text, spec in examples.items():

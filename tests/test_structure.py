@@ -21,7 +21,7 @@ SOURCES = {str(p.relative_to(PACKAGE)): p.read_text() for p in sorted(PACKAGE.rg
 # own, never one beside it.
 LAYERS = (
     ("config", "core", "verify"),
-    ("tasks", "models", "recipes"),
+    ("tasks", "models", "recipes", "overrides"),
     ("roles",),
     ("report", "rollout", "learn"),
     ("methods",),
@@ -32,7 +32,7 @@ LAYERS = (
     ("main",),
 )
 # Host code that must start in milliseconds and can never hold a device array.
-JAX_FREE = ("config", "verify", "tasks", "roles", "report", "main")
+JAX_FREE = ("config", "overrides", "verify", "tasks", "roles", "report", "main")
 JAX_FREE_MODULES = ("learn/advantages.py", "learn/pack.py", "core/rng.py")
 JAX_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 

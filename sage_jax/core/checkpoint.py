@@ -61,6 +61,11 @@ class Checkpoints:
         """Step of the checkpoint with the best validation accuracy, None if none was measured."""
         return self._manager.best_step()
 
+    def accuracy(self, step: int) -> float:
+        """The validation accuracy that `step` was saved with."""
+        metrics: Any = self._manager.metrics(step)
+        return metrics[METRIC]
+
     def save(self, step: int, arrays: dict[str, Any], host: dict, accuracy: float | None) -> None:
         """Write named array trees and the JSON-able `host` facts as one step; returns when it is
         on disk."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,6 +108,30 @@ def make_optimizer(
         eps=settings.eps,
         weight_decay=settings.weight_decay,
     )
-    if settings.clip_norm == 0:
-        return adamw
-    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), adamw)
+    clip = optax.clip_by_global_norm(settings.clip_norm) if settings.clip_norm else optax.identity()
+    return optax.chain(clip, adamw, _scale_by_factor())
+
+
+class FactorState(NamedTuple):
+    """What every update is multiplied by; 1 until `with_lr_factor` changes it."""
+
+    lr_factor: jax.Array
+
+
+def _scale_by_factor() -> optax.GradientTransformation:
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda u: u * state.lr_factor, updates), state
+
+    return optax.GradientTransformation(lambda params: FactorState(jnp.ones(())), update)
+
+
+def lr_factor(opt_state: Any) -> float:
+    """The factor on the learning rate in an optimizer state."""
+    return float(jax.device_get(optax.tree_utils.tree_get(opt_state, "lr_factor")))
+
+
+def with_lr_factor(opt_state: Any, factor: float) -> Any:
+    """The optimizer state with another factor on the learning rate."""
+    now = optax.tree_utils.tree_get(opt_state, "lr_factor")
+    new = jax.device_put(jnp.asarray(factor, now.dtype), now.sharding)
+    return optax.tree_utils.tree_set(opt_state, lr_factor=new)

@@ -104,6 +104,9 @@ _TABLE = {
         "0..1", "share of the role's advantage groups whose rewards are all equal", "< 0.9"
     ),
     "loss": Metric("1", "policy loss summed over roles with their weights, plus entropy and KL"),
+    "lr_factor": Metric(
+        "1", "factor on the learning rate after a validation: halved at each roll-back", "1"
+    ),
     "grad_norm": Metric("1", "global L2 norm of the gradient before clipping", "> 0, no spikes"),
     "ratio/max": Metric("1", "largest policy ratio of a trained token", "1 with one update"),
     "clip_share": Metric("0..1", "share of trained tokens whose ratio was clipped", "< 0.2"),

@@ -53,6 +53,8 @@ ACCURACIES = {
     "hard half": ("valid/accuracy_hard", RED),
 }
 TASKS = {"difficulty": ("difficulty", RED), "solve rate": ("solve_rate", BLUE)}
+# Effects with a panel in a study's figure: one a role.
+PANELS = ("effect/planner", "effect/critic", "effect/challenger_yield")
 GATES = {"questions": ("gate/question_pass", PURPLE), "plans": ("gate/plan_pass", GREEN)}
 
 
@@ -158,9 +160,7 @@ def study_figure(study: Study, output: Path) -> None:
     from matplotlib.figure import Figure
 
     looks = _looks(study)
-    effects = [
-        name for name in EFFECTS if any(summary(study, s, EFFECTS[name]) for s in study.runs)
-    ]
+    effects = [name for name in PANELS if any(summary(study, s, EFFECTS[name]) for s in study.runs)]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 6.2 if effects else 3.6), layout="constrained")
         ratios = (3, 2) if effects else (1,)

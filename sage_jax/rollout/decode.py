@@ -5,18 +5,16 @@ of all roles side by side.
 """
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from sage_jax.core.mesh import Layout
 from sage_jax.models import qwen
-from sage_jax.rollout.sampling import sample
+from sage_jax.rollout.sampling import Array, Truncation, sample
 
 MAX_STOPS = 16
-
-Array = Any  # numpy on the host, a jax array once placed on devices
 
 
 class RowFacts(NamedTuple):
@@ -24,7 +22,7 @@ class RowFacts(NamedTuple):
 
     key_s2: Array
     temperature_s: Array
-    top_p_s: Array
+    cut: Truncation
     stop_sn: Array
     budget_s: Array
 
@@ -53,7 +51,9 @@ def empty_slots(
     facts = RowFacts(
         zeros((slots, 2), jnp.uint32),
         zeros(slots, jnp.float32),
-        jnp.ones(slots, jnp.float32),
+        Truncation(
+            zeros(slots, jnp.int32), jnp.ones(slots, jnp.float32), zeros(slots, jnp.float32)
+        ),
         jnp.full((slots, MAX_STOPS), -1, jnp.int32),
         zeros(slots, jnp.int32),
     )
@@ -82,7 +82,7 @@ def _emit(slots: Slots, logits_sv: jax.Array, fresh_s: jax.Array) -> Slots:
         slots.facts.key_s2,
         slots.count_s,
         slots.facts.temperature_s,
-        slots.facts.top_p_s,
+        slots.facts.cut,
     )
     # Rows that sample nothing write out of range, which drops the update.
     column_s = jnp.where(fresh_s, slots.count_s, slots.tokens_sc.shape[1])

@@ -20,7 +20,8 @@ from sage_jax.rollout import decode as programs
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One completion to sample. `key` uint32 [2] from core.rng.row_key; temperature 0 is greedy."""
+    """One completion to sample. `key` uint32 [2] from core.rng.row_key; temperature 0 is greedy;
+    top_k 0, top_p 1 and min_p 0 are off."""
 
     id: str
     prompt: tuple[int, ...]
@@ -28,7 +29,9 @@ class Row:
     max_new: int
     stop_ids: tuple[int, ...]
     temperature: float = 1.0
+    top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +206,9 @@ class Engine:
         facts = programs.RowFacts(
             np.zeros((slots, 2), np.uint32),
             np.zeros(slots, np.float32),
-            np.ones(slots, np.float32),
+            programs.Truncation(
+                np.zeros(slots, np.int32), np.ones(slots, np.float32), np.zeros(slots, np.float32)
+            ),
             np.full((slots, programs.MAX_STOPS), -1, np.int32),
             np.zeros(slots, np.int32),
         )
@@ -214,7 +219,9 @@ class Engine:
                 source_s[slot] = source
                 facts.key_s2[slot] = row.key
                 facts.temperature_s[slot] = row.temperature
-                facts.top_p_s[slot] = row.top_p
+                facts.cut.top_k_s[slot] = row.top_k
+                facts.cut.top_p_s[slot] = row.top_p
+                facts.cut.min_p_s[slot] = row.min_p
                 facts.stop_sn[slot, : len(row.stop_ids)] = row.stop_ids
                 facts.budget_s[slot] = row.max_new
         self.transfers += 1

@@ -1,21 +1,63 @@
 """Logits to tokens: one key a row and position, so a row's draw never depends on its neighbours."""
 
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
 import jax
 import jax.numpy as jnp
 
 from sage_jax.core.logprob import log_prob
 
+Array = Any  # numpy on the host, a jax array once placed on devices
 
-def _keep_top_p(logits_sv: jax.Array, top_p_s: jax.Array) -> jax.Array:
-    """Logits outside the smallest set of mass top_p at -inf; the best token always stays."""
-    order_sv = jnp.argsort(-logits_sv, axis=-1)
-    probs_sv = jax.nn.softmax(jnp.take_along_axis(logits_sv, order_sv, axis=-1), axis=-1)
-    before_sv = jnp.cumsum(probs_sv, axis=-1) - probs_sv
-    # fp32 may round top_p to 0.
-    kept_sv = (before_sv < top_p_s[:, None]).at[:, 0].set(True)
-    rows_s1 = jnp.arange(logits_sv.shape[0])[:, None]
-    kept_sv = jnp.zeros_like(kept_sv).at[rows_s1, order_sv].set(kept_sv)
-    return jnp.where(kept_sv, logits_sv, -jnp.inf)
+
+class Truncation(NamedTuple):
+    """What is cut from each row's [s] distribution: top_k 0, top_p 1 and min_p 0 cut nothing."""
+
+    top_k_s: Array
+    top_p_s: Array
+    min_p_s: Array
+
+
+def _ordered(x: jax.Array) -> jax.Array:
+    """float32 as uint32 that compare alike."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
+    sign = jnp.uint32(1 << 31)
+    return jnp.where(bits & sign, ~bits, bits | sign)
+
+
+def _largest_cut(order_sv: jax.Array, enough: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Per row the largest value such that `enough(order_sv >= value)`, found bit by bit.
+
+    32 passes over the vocabulary in place of a sort; `enough` maps a mask [s, v] to [s] and may
+    only turn false as the mask shrinks.
+    """
+
+    def settle(i: jax.Array, cut_s: jax.Array) -> jax.Array:
+        trial_s = cut_s | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
+        return jnp.where(enough(order_sv >= trial_s[:, None]), trial_s, cut_s)
+
+    return jax.lax.fori_loop(0, 32, settle, jnp.zeros(order_sv.shape[0], jnp.uint32))
+
+
+def truncate(logits_sv: jax.Array, cut: Truncation) -> jax.Array:
+    """Logits with what is cut at -inf: top-k, then of what is left the smallest set of mass top_p,
+    then what has less than min_p of the best token's probability. The best token always stays;
+    tokens that tie with the last one kept stay too.
+    """
+    order_sv = _ordered(logits_sv)
+    k_s = jnp.where(cut.top_k_s > 0, cut.top_k_s, logits_sv.shape[-1])
+    last_s = _largest_cut(order_sv, lambda mask_sv: mask_sv.sum(axis=-1) >= k_s)
+    kept_sv = order_sv >= last_s[:, None]
+    probs_sv = jax.nn.softmax(jnp.where(kept_sv, logits_sv, -jnp.inf), axis=-1)
+    last_s = _largest_cut(
+        order_sv, lambda mask_sv: jnp.where(mask_sv, probs_sv, 0.0).sum(axis=-1) >= cut.top_p_s
+    )
+    kept_sv &= (order_sv >= last_s[:, None]) | (cut.top_p_s >= 1)[:, None]
+    best_s1 = logits_sv.max(axis=-1, keepdims=True)
+    # In logs: a product with a tiny min_p would be 0.
+    kept_sv &= logits_sv - best_s1 >= jnp.log(cut.min_p_s)[:, None]
+    return jnp.where(kept_sv | (logits_sv == best_s1), logits_sv, -jnp.inf)
 
 
 def sample(
@@ -23,19 +65,18 @@ def sample(
     key_s2: jax.Array,
     index_s: jax.Array,
     temperature_s: jax.Array,
-    top_p_s: jax.Array,
+    cut: Truncation,
 ) -> tuple[jax.Array, jax.Array]:
     """Next tokens int32 [s] and their log-probs fp32 [s].
 
     `index_s` is the position within the response; it and the row's key give the noise. Temperature
     0 is greedy. The log-prob is of the untruncated distribution at the row's temperature (at 1 when
-    greedy), whatever top-p leaves.
+    greedy), whatever the truncation leaves.
     """
     greedy_s = temperature_s == 0
     scaled_sv = logits_sv / jnp.where(greedy_s, 1.0, temperature_s)[:, None]
-    kept_sv = jax.lax.cond(
-        jnp.any(top_p_s < 1), lambda x: _keep_top_p(x, top_p_s), lambda x: x, scaled_sv
-    )
+    some = (cut.top_k_s > 0) | (cut.top_p_s < 1) | (cut.min_p_s > 0)
+    kept_sv = jax.lax.cond(jnp.any(some), lambda x: truncate(x, cut), lambda x: x, scaled_sv)
 
     def noise(key_2: jax.Array, index: jax.Array) -> jax.Array:
         key = jax.random.wrap_key_data(key_2, impl="threefry2x32")
