@@ -203,7 +203,7 @@ def generate(
             dtype=jnp.dtype(config.model.dtype),
             layout=place.decode,
         )
-        engine.start(decode_weights(model.params, model.cfg, place, config.model.dtype))
+        engine.start(decode_weights(model.weights, model.cfg, place, config.model.dtype))
         engine.submit(rows)
         waiting = iter([(row["id"], i, r) for row, group in planned for i, r in enumerate(group)])
         done, head = {}, next(waiting)
@@ -279,7 +279,7 @@ def _score_batch(config, model: Model, place: Placement, batch: list[dict]) -> d
         tokens_bt[i, : len(row["tokens"])] = row["tokens"]
         temperature_b[i] = row.get("temperature", 1.0)
     logp_bt, _ = _token_logps(
-        model.params,
+        model.weights,
         model.cfg,
         tokens_bt,
         temperature_b,

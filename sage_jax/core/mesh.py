@@ -22,10 +22,11 @@ UPDATE_RULES: Mapping[str, MeshAxes] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "layers": None,
+    "lora_rank": "fsdp",
 }
 # A decode step reads every weight once for one token a row: gathering fsdp shards each time would
 # cost more than the read itself, so decoding keeps whole weights but for the tensor axis.
-DECODE_RULES: Mapping[str, MeshAxes] = {**UPDATE_RULES, "embed": None}
+DECODE_RULES: Mapping[str, MeshAxes] = {**UPDATE_RULES, "embed": None, "lora_rank": None}
 
 
 def make_mesh(

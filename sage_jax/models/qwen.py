@@ -34,6 +34,9 @@ _ROW_WRITE = jax.lax.ScatterDimensionNumbers(
     scatter_indices_batching_dims=(0,),
 )
 
+# The factors of an adapter stand beside the weight `name` as name + LORA_A and name + LORA_B.
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+
 _NORMAL = jax.nn.initializers.normal(0.02)
 _ONES = jax.nn.initializers.ones
 _ZEROS = jax.nn.initializers.zeros
@@ -175,6 +178,18 @@ def _embed(params: Params, tokens_bt: jax.Array, dtype: DTypeLike, layout: Layou
         return _constrain(layout, x_btd, "batch", "seq", None)
 
 
+def _linear(
+    w: Params, layout: Layout | None, name: str, x: jax.Array, inputs: str, outputs: str
+) -> jax.Array:
+    """x W with axes b, t and `outputs`; plus (x A) B where an adapter is attached."""
+    z = jnp.einsum(f"bt{inputs},{inputs}{outputs}->bt{outputs}", x, w[name])
+    if name + LORA_A not in w:
+        return z
+    x_btr = jnp.einsum(f"bt{inputs},{inputs}r->btr", x, w[name + LORA_A])
+    x_btr = _constrain(layout, x_btr, "batch", "seq", None)
+    return z + jnp.einsum(f"btr,r{outputs}->bt{outputs}", x_btr, w[name + LORA_B])
+
+
 def _layer(
     x_btd: jax.Array,
     weights: Params,
@@ -185,9 +200,10 @@ def _layer(
 ) -> tuple[jax.Array, Any]:
     """One transformer layer; `attend(q, k, v)` gives the attention output and what to keep."""
     w = {name: value.astype(x_btd.dtype) for name, value in weights.items()}
+    linear = partial(_linear, w, layout)
 
     def heads(y_btd: jax.Array, name: str, axis: str) -> jax.Array:
-        z = jnp.einsum("btd,dnh->btnh", y_btd, w[f"{name}_proj"])
+        z = linear(f"{name}_proj", y_btd, "d", "nh")
         if f"{name}_bias" in w:
             z += w[f"{name}_bias"][None, None]
         if f"{name}_norm" in w:
@@ -201,14 +217,14 @@ def _layer(
         v_btkh = heads(y_btd, "v", "kv_heads")
         z_btnh, kept = attend(q_btnh, k_btkh, v_btkh)
         z_btnh = _constrain(layout, z_btnh, "batch", "seq", "q_heads", "head_dim")
-        x_btd = x_btd + jnp.einsum("btnh,nhd->btd", z_btnh, w["o_proj"])
+        x_btd = x_btd + linear("o_proj", z_btnh, "nh", "d")
         x_btd = _constrain(layout, x_btd, "batch", "seq", None)
     with jax.named_scope("mlp"):
         y_btd = _rms_norm(x_btd, w["mlp_norm"], cfg.rms_norm_eps)
-        gate_btf = jax.nn.silu(jnp.einsum("btd,df->btf", y_btd, w["gate_proj"]))
-        z_btf = gate_btf * jnp.einsum("btd,df->btf", y_btd, w["up_proj"])
+        gate_btf = jax.nn.silu(linear("gate_proj", y_btd, "d", "f"))
+        z_btf = gate_btf * linear("up_proj", y_btd, "d", "f")
         z_btf = _constrain(layout, z_btf, "batch", "seq", "mlp")
-        x_btd = x_btd + jnp.einsum("btf,fd->btd", z_btf, w["down_proj"])
+        x_btd = x_btd + linear("down_proj", z_btf, "f", "d")
     return _constrain(layout, x_btd, "batch", "seq", None), kept
 
 
