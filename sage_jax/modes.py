@@ -5,7 +5,7 @@ import dataclasses
 import fcntl
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -201,10 +201,10 @@ def _offline(work: Callable) -> Callable[[Job, Callable], int]:
         job.output.parent.mkdir(parents=True, exist_ok=True)
         with Progress(1, quiet=job.config.report.quiet) as progress:
 
-            def stage(name: str, ids: list[str]) -> None:
+            def stage(name: str, pending: Callable[[], Iterable[str]]) -> None:
                 if stop():
                     raise Cancelled
-                progress.stage(name, lambda: ids)
+                progress.stage(name, pending)
 
             model = trained_model(job, place)[0] if job.named else load_model(job.config, place)
             try:
