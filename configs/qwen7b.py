@@ -4,7 +4,7 @@
 
 Hardware: a v5p:2x2x4 slice or one node of 8 x 80 GB GPUs;
 parameters, gradients and optimizer state are sharded over all devices.
-Full fine-tuning; the paper trains a LoRA of rank 128.
+LoRA of rank 128 as in the paper; --config.lora.rank=0 trains all weights.
 Expected: the paper reports its best validation accuracy near step 100-140. Neither time nor result
 of this file has been measured yet.
 """

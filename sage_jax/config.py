@@ -47,10 +47,21 @@ SCHEMA: dict[str, Field] = {
     "seed": Field(0, "integer", "root of all randomness", 0, 2**31 - 1),
     "model.path": Field("asset:tiny-qwen3", "path", "Hugging Face folder, hub id, or asset:NAME"),
     "model.dtype": Field(
-        "float32", "dtype", "compute type; weights stay fp32", choices=("float32", "bfloat16")
+        "float32",
+        "dtype",
+        "compute type; what is trained is fp32",
+        choices=("float32", "bfloat16"),
     ),
     "model.remat": Field(
         "none", "policy", "what the backward pass recomputes", choices=("none", "dots", "full")
+    ),
+    "lora.rank": Field(0, "rank", "adapter on all linear layers; 0: train all weights", 0, 4096),
+    "lora.alpha": Field(
+        0.0, "number", "adapter output times alpha / rank; 0: twice the rank, as in TRL", 0, 1e6
+    ),
+    "lora.path": Field("", "folder", "PEFT adapter to start from; empty: a new one"),
+    "lora.export": Field(
+        "merged", "form", "what --mode=export writes", choices=("merged", "adapter")
     ),
     "tokens.max_prompt": Field(1024, "tokens", "longest prompt, template included", 8),
     "tokens.overlong": Field(
@@ -137,7 +148,7 @@ SCHEMA: dict[str, Field] = {
     "optim.dual_clip": Field(3.0, "ratio", "loss bound for negative advantages", 1.0001),
     "optim.entropy_coef": Field(0.0, "weight", "entropy bonus; 0: off", 0),
     "optim.kl_coef": Field(
-        0.0, "weight", "k3 KL to the starting model; 0: off, no reference kept", 0
+        0.0, "weight", "k3 KL to the starting model, with LoRA its base; 0: off, no reference", 0
     ),
     "optim.importance_cap": Field(0.0, "ratio", "cap of sampler/learner weights; 0: off", 0),
     "optim.epochs": Field(1, "passes", "passes over one rollout", 1),
@@ -298,6 +309,18 @@ def _cross_problems(c: Any) -> list[str]:
         )
     if c.optim.schedule != "constant" and c.train.steps <= c.optim.warmup_steps:
         problems.append("optim.schedule: nothing is left to decay after warm-up; use constant")
+    if not c.lora.rank:
+        for name, off in (("alpha", 0), ("path", ""), ("export", "merged")):
+            if c.lora[name] != off:
+                problems.append(
+                    f"lora.{name}={c.lora[name]!r}: lora.rank=0 trains all weights and has no "
+                    f"adapter; give a rank, such as 128, or leave lora.{name} out"
+                )
+    elif c.mesh.fsdp > 0 and c.lora.rank % c.mesh.fsdp:
+        problems.append(
+            f"lora.rank={c.lora.rank}: must be a multiple of mesh.fsdp={c.mesh.fsdp}, over which "
+            f"the factors are split; for example {c.mesh.fsdp * -(-c.lora.rank // c.mesh.fsdp)}"
+        )
     sizes = {f"mesh.{axis}": c.mesh[axis] for axis in ("data", "fsdp", "tensor")}
     for name in [name for name, size in sizes.items() if size == 0]:
         problems.append(f"{name}=0: give a device count or -1 for all that are left")
@@ -326,6 +349,9 @@ def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
             group, leaf = name.split(".")
             with resolved[group].ignore_type():  # -1 may have been written without its point
                 resolved[group][leaf] = values[resolved.method.rewards]
+    if not resolved.lora.alpha:
+        with resolved.lora.ignore_type():
+            resolved.lora.alpha = 2.0 * resolved.lora.rank
     return ml_collections.FrozenConfigDict(resolved)
 
 
@@ -333,6 +359,7 @@ def dump(config: Mapping, overrides: Mapping[str, Any], path: Path) -> None:
     """Write {field: {value, source}}; source is default, file or command line."""
     flat, rows = flatten(config), {}
     resolved = {n: values[flat["method.rewards"]] for n, values in FOLLOWS_REWARDS.items()}
+    resolved["lora.alpha"] = 2.0 * flat["lora.rank"]
     for name, value in flat.items():
         source = "command line" if name in overrides else "default"
         if source == "default" and value not in (SCHEMA[name].default, resolved.get(name)):

@@ -22,7 +22,7 @@ MODES = {
     "eval": "greedy accuracy of the newest checkpoint of --workdir, or of model.path (--config)",
     "generate": "samples for the JSON lines of --input, written to --output",
     "score": "log-probabilities of the tokens of --input, written to --output",
-    "export": "a Hugging Face folder in --output, read back and compared",
+    "export": "a Hugging Face folder (or an adapter's) in --output, read back and compared",
 }
 NEEDS_CONFIG = ("train", "sft", "eval")
 NEEDS_FILES = {"generate": ("input", "output"), "score": ("input", "output"), "export": ("output",)}

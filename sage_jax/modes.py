@@ -5,7 +5,7 @@ import dataclasses
 import fcntl
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from sage_jax.evaluate import Evaluator, first_of_each_domain, write_answers
 from sage_jax.methods.graph import Cancelled
 from sage_jax.methods.measure import accuracy, all_samples
 from sage_jax.methods.sage import Sage
-from sage_jax.models import hf
+from sage_jax.models import hf, lora, peft
 from sage_jax.report.progress import Progress, accuracy_summary, setup_logging
 from sage_jax.run import check_fit, start
 from sage_jax.runtime import (
@@ -130,8 +130,11 @@ def trained_model(job: Job, place: Placement) -> tuple[Model, str]:
         return model, job.config.model.path
     checkpoints = Checkpoints(folder, keep=1 << 30)
     try:
-        check_fit(checkpoints, step, model.params, job.config)
-        model.params = checkpoints.restore(step, {"params": model.params})["params"]
+        check_fit(checkpoints, step, model, job.config)
+        if model.adapter is None:
+            model.params = checkpoints.restore(step, {"params": model.params})["params"]
+        else:
+            model.adapter = checkpoints.restore(step, {"params": model.adapter})["params"]
     except CheckpointError as error:
         raise schema.ConfigError(f"{error}; move it away to use the one before") from error
     finally:
@@ -156,7 +159,7 @@ def run_eval(job: Job, stop) -> int:
     ):
         model, origin = trained_model(job, place)
         engine = make_engine(config, model.cfg, place, notice=progress.stage)
-        engine.start(decode_weights(model.params, model.cfg, place, config.model.dtype))
+        engine.start(decode_weights(model.weights, model.cfg, place, config.model.dtype))
         evaluator = Evaluator(config, engine, verifier, model.tokens, method)
         print(f"evaluating {origin} (verifier policy {policy})")
         for number, (name, tasks) in enumerate(suites.items()):
@@ -198,10 +201,10 @@ def _offline(work: Callable) -> Callable[[Job, Callable], int]:
         job.output.parent.mkdir(parents=True, exist_ok=True)
         with Progress(1, quiet=job.config.report.quiet) as progress:
 
-            def stage(name: str, ids: list[str]) -> None:
+            def stage(name: str, pending: Callable[[], Iterable[str]]) -> None:
                 if stop():
                     raise Cancelled
-                progress.stage(name, lambda: ids)
+                progress.stage(name, pending)
 
             model = trained_model(job, place)[0] if job.named else load_model(job.config, place)
             try:
@@ -217,11 +220,20 @@ def _offline(work: Callable) -> Callable[[Job, Callable], int]:
 
 
 def run_export(job: Job, stop) -> int:
-    """Write a Hugging Face folder and read it back."""
+    """Write a Hugging Face folder, adapter merged, or with lora.export=adapter a PEFT adapter
+    folder; and read it back."""
     place = placement(job.config)
     model, origin = trained_model(job, place)
     try:
-        hf.export(model.params, model.cfg, job.output, source_dir=model.folder)
+        if model.lora is None or model.adapter is None:
+            hf.export(model.params, model.cfg, job.output, source_dir=model.folder)
+        elif job.config.lora.export == "adapter":
+            path = model_path(job.config.model.path)
+            base = peft.Base(model.cfg, path, model.fingerprint)
+            peft.export(model.adapter, base, model.lora, job.output)
+        else:
+            merged = lora.merge(model.params, lora.scaled(model.adapter, model.lora.scale))
+            hf.export(merged, model.cfg, job.output, source_dir=model.folder)
     except ValueError as error:
         raise schema.ConfigError(f"--output={job.output}: {error}") from error
     print(f"exported {origin} to {job.output}; read back and equal")
@@ -234,6 +246,10 @@ def run_sft(job: Job, stop) -> int:
 
     c = job.config
     setup_logging(quiet=c.report.quiet)
+    if c.lora.rank:
+        raise schema.ConfigError(
+            f"lora.rank={c.lora.rank}: --mode=sft trains all weights; set lora.rank=0"
+        )
     settings = SftSettings(
         model_path=model_path(c.model.path),
         **c.sft,

@@ -12,8 +12,10 @@ import numpy as np
 
 from sage_jax.core.rng import row_key
 from sage_jax.learn.score import token_logps
+from sage_jax.rollout.admission import bucket_of
 from sage_jax.rollout.decode import MAX_STOPS
-from sage_jax.rollout.engine import Engine, Row, bucket_of
+from sage_jax.rollout.engine import Engine
+from sage_jax.rollout.row import Row
 from sage_jax.runtime import Model, Placement, decode_weights
 
 GENERATE_FIELDS = {
@@ -203,12 +205,12 @@ def generate(
             dtype=jnp.dtype(config.model.dtype),
             layout=place.decode,
         )
-        engine.start(decode_weights(model.params, model.cfg, place, config.model.dtype))
+        engine.start(decode_weights(model.weights, model.cfg, place, config.model.dtype))
         engine.submit(rows)
         waiting = iter([(row["id"], i, r) for row, group in planned for i, r in enumerate(group)])
         done, head = {}, next(waiting)
         while head is not None:
-            stage("generate", [head[0]])
+            stage("generate", engine.running)
             done.update((c.row.id, c) for c in engine.step())
             # Lines leave in input order as soon as those before them are finished.
             while head is not None and head[2].id in done:
@@ -253,7 +255,7 @@ def score(
             rows.append(row)
     logps: dict[str, list[float]] = {}
     for batch in _score_batches(rows, config.optim.micro_rows):
-        stage("score", [batch[0]["id"]])
+        stage("score", [batch[0]["id"]].copy)
         logps.update(_score_batch(config, model, place, batch))
     with target.open("w") as file:
         for row in rows:
@@ -279,7 +281,7 @@ def _score_batch(config, model: Model, place: Placement, batch: list[dict]) -> d
         tokens_bt[i, : len(row["tokens"])] = row["tokens"]
         temperature_b[i] = row.get("temperature", 1.0)
     logp_bt, _ = _token_logps(
-        model.params,
+        model.weights,
         model.cfg,
         tokens_bt,
         temperature_b,

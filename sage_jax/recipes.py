@@ -8,12 +8,14 @@ from sage_jax.config import base
 
 
 def paper(model_path: str) -> ml_collections.ConfigDict:
-    """SAGE as published (arXiv 2603.15255): lr 3e-6, 200 steps; rows, lengths and K follow the
-    systems it builds on where the paper is silent. All devices share the parameters."""
+    """SAGE as published (arXiv 2603.15255): LoRA of rank 128, lr 3e-6, 200 steps; rows, lengths, K
+    and alpha follow the systems it builds on where the paper is silent. All devices share the
+    parameters. lora.rank=0 trains all weights."""
     c: Any = base()  # the stubs of ConfigDict give a field the types of all fields
     c.model.path = model_path
     c.model.dtype = "bfloat16"
     c.model.remat = "full"
+    c.lora.rank = 128
     c.tokens.max_prompt = 2048
     c.train.steps = 200
     c.method.candidates = 128

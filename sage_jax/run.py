@@ -6,7 +6,8 @@ import json
 import resource
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from sage_jax.evaluate import first_of_each_domain
 from sage_jax.learn.optimizer import UpdateSettings, lr_factor, make_optimizer, with_lr_factor
 from sage_jax.learn.update import TrainState, Update, init_state
 from sage_jax.methods.sage import Sage
+from sage_jax.models import lora
 from sage_jax.report.episodes import EpisodeWriter
 from sage_jax.report.jsonl import cut
 from sage_jax.report.metrics import MetricsWriter
@@ -28,6 +30,7 @@ from sage_jax.runtime import (
     Placement,
     decode_weights,
     load_model,
+    lora_settings,
     make_engine,
     make_prompts,
     make_verifier,
@@ -65,6 +68,7 @@ class Run:
     compiles: CompileCounter
     stop: Callable[[], bool]
     fresh: bool  # nothing has been measured or trained yet
+    decode_base: dict | None = None  # with an adapter: the frozen base, in place for decoding
     skipped_in_a_row: int = 0
     told_shortened: bool = False
     seconds: dict[str, float] = dataclasses.field(default_factory=lambda: defaultdict(float))
@@ -77,29 +81,43 @@ class Run:
         yield
         self.seconds[name] += time.monotonic() - started
 
-    def notice(self, name: str, ids: list[str]) -> None:
-        """Tell the heartbeat what runs and which ids it waits for."""
-        self.progress.stage(name, lambda: ids)
+    def notice(self, name: str, pending: Callable[[], Iterable[str]]) -> None:
+        """Tell the heartbeat what runs, and how to learn which rows it waits for."""
+        self.progress.stage(name, pending)
 
     def load_engine(self) -> None:
         """Cast and reshard the present weights for decoding, once."""
-        dtype = self.config.model.dtype
-        self.engine.start(decode_weights(self.state.params, self.model.cfg, self.place, dtype))
+        settings, params = self.model.lora, self.state.params
+        to_decode = partial(
+            decode_weights, cfg=self.model.cfg, place=self.place, dtype=self.config.model.dtype
+        )
+        if settings is None:
+            self.engine.start(to_decode(params))
+            return
+        if self.decode_base is None:
+            self.decode_base = to_decode(self.model.params)
+        adapter = to_decode(lora.scaled(params, settings.scale))
+        self.engine.start(lora.attach(self.decode_base, adapter))
 
     def host_state(self) -> dict:
-        return {"step": self.step, "pool": self.pool.to_json(), "config": flatten(self.config)}
+        state = {"step": self.step, "pool": self.pool.to_json(), "config": flatten(self.config)}
+        if self.model.lora is not None:
+            state["base"] = self.model.fingerprint
+        return state
 
 
 def update_settings(config) -> UpdateSettings:
     """The update's part of the config."""
     o = config.optim
     names = {f.name for f in dataclasses.fields(UpdateSettings)} - {"role_weights"}
+    adapter = lora_settings(config)
     return UpdateSettings(
         **{name: value for name, value in o.items() if name in names},
         role_weights=dict(o.role_weights),
         chunk=o.logit_chunk,
         remat=config.model.remat,
         dtype=config.model.dtype,
+        lora_scale=adapter.scale if adapter else 0.0,
     )
 
 
@@ -173,18 +191,25 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
         settings = update_settings(config)
         updates = config.optim.epochs * config.optim.minibatches
         tx = make_optimizer(settings, max(config.train.steps, 1), updates)
-        state = init_state(model.params, tx, reference=config.optim.kl_coef > 0)
+        if model.adapter is None:
+            state = init_state(model.params, tx, reference=config.optim.kl_coef > 0)
+        else:
+            state = init_state(model.adapter, tx, frozen=model.params)
         pool = make_pool(config, seeds, valid)
         if text := refused(pool, seeds, valid):
             progress.note(f"tasks.seeds: {text}")
         if not fresh:
             progress.stage(f"restoring step {done}")
-            done, arrays, host = restore_newest(checkpoints, state, config, progress)
+            done, arrays, host = restore_newest(checkpoints, state, model, config, progress)
             state = state._replace(**arrays["rest"], params=arrays["params"])
             pool = Pool.from_json(host["pool"], valid, seeds, **pool.settings)
             for line in _changed(host["config"], config):
                 progress.note(f"continues with another {line}")
-        model.params = state.params
+        # Held by the state alone, which gives them to the first update.
+        if model.adapter is None:
+            model.params = state.params
+        else:
+            model.adapter = state.params
         try:
             for name in ("metrics.jsonl", "episodes.jsonl"):
                 cut(workdir / name, -1 if fresh else done)
@@ -230,7 +255,7 @@ def make_pool(config, seeds: list[Task], valid: list[Task]) -> Pool:
 
 
 def restore_newest(
-    checkpoints: Checkpoints, state: TrainState, config, progress: Progress
+    checkpoints: Checkpoints, state: TrainState, model: Model, config, progress: Progress
 ) -> tuple[int, dict[str, Any], dict]:
     """Step, array trees and host facts of the newest checkpoint that can be read.
 
@@ -241,7 +266,7 @@ def restore_newest(
     for step in checkpoints.steps:
         try:
             host = checkpoints.host(step)
-            check_fit(checkpoints, step, state.params, config)
+            check_fit(checkpoints, step, model, config)
             arrays = checkpoints.restore(step, _trees(state))
         except CheckpointError as error:
             damaged.append((step, error))
@@ -260,12 +285,28 @@ def restore_newest(
     )
 
 
-def check_fit(checkpoints: Checkpoints, step: int, params: dict, config) -> None:
-    """ConfigError when the checkpoint holds parameters of other shapes than model.path gives."""
+def check_fit(checkpoints: Checkpoints, step: int, model: Model, config) -> None:
+    """ConfigError when the checkpoint holds parameters of other shapes than model.path and lora
+    give, or an adapter that is meant otherwise or for another base."""
+    host = checkpoints.host(step)
+    now, before = config.model.path, host["config"].get("model.path")
+    ranks = {name: host["config"].get(name, 0) for name in ("lora.rank", "lora.alpha")}
+    here = {"lora.rank": config.lora.rank, "lora.alpha": config.lora.alpha}
+    if ranks != here:
+        raise ConfigError(
+            f"{_lora_words(here)} here, but {checkpoints.path(step)} was written with "
+            f"{_lora_words(ranks)}; give those values, or choose another --workdir"
+        )
+    if model.lora is not None and (of := host.get("base")) != model.fingerprint:
+        raise ConfigError(
+            f"model.path={now!r}: its weights are not those that the adapter in "
+            f"{checkpoints.path(step)} was trained on (fingerprint {of}, model.path={before!r}); "
+            "give that model, or choose another --workdir"
+        )
+    params = model.params if model.adapter is None else model.adapter
     misfits = checkpoints.misfits(step, "params", params)
     if not misfits:
         return
-    now, before = config.model.path, checkpoints.host(step)["config"].get("model.path")
     if now == before:
         cause = "and so was the checkpoint, but the folder has changed since; bring it back"
     else:
@@ -276,14 +317,22 @@ def check_fit(checkpoints: Checkpoints, step: int, params: dict, config) -> None
     )
 
 
+def _lora_words(values: dict[str, Any]) -> str:
+    words = ", ".join(f"{name}={value:g}" for name, value in values.items())
+    return words if values["lora.rank"] else f"{words} (all weights trained)"
+
+
 def _changed(before: dict, config) -> list[str]:
     """Fields whose values are not those that the checkpoint was written with."""
     now = json.loads(json.dumps(flatten(config)))
     reference = " and the KL reference" if config.optim.kl_coef > 0 else ""
     remarks = {
         "model.path": "; the weights are those of the checkpoint, only the tokenizer"
-        f"{reference} comes from there"
+        f"{reference} comes from there",
+        "lora.path": "; the adapter is that of the checkpoint",
     }
+    if config.lora.rank:
+        remarks["model.path"] = "; the weights there are the same"
     return [
         f"{name}: {now[name]!r}, not {before.get(name)!r}{remarks.get(name, '')}"
         for name in now

@@ -14,7 +14,8 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from sage_jax.config import ROLES, ConfigError
 from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh
 from sage_jax.core.tokens import Tokens, resolve
-from sage_jax.models import hf, qwen
+from sage_jax.models import hf, lora, peft, qwen
+from sage_jax.models.lora import LoraSettings
 from sage_jax.roles import PromptSet, load_prompts
 from sage_jax.rollout.decode import MAX_STOPS
 from sage_jax.rollout.engine import Engine
@@ -45,11 +46,15 @@ def enable_compilation_cache() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where arrays live: None on a single device, else one layout for updates, one for decoding."""
+    """Where arrays live: None on a single device, else one layout for updates, one for decoding.
+
+    `apart`: the sampler's weights are `qwen.apart`.
+    """
 
     update: Layout | None
     decode: Layout | None
     shape: dict[str, int]
+    apart: bool = False
 
 
 def placement(config) -> Placement:
@@ -59,7 +64,8 @@ def placement(config) -> Placement:
     if all(size == 1 for size in shape.values()) or (
         jax.device_count() == 1 and all(size in (1, -1) for size in shape.values())
     ):
-        return Placement(None, None, dict.fromkeys(shape, 1))
+        on_cpu = jax.default_backend() == "cpu"
+        return Placement(None, None, dict.fromkeys(shape, 1), apart=on_cpu)
     try:
         mesh = make_mesh(**shape)
     except ValueError as error:
@@ -75,22 +81,50 @@ def placement(config) -> Placement:
                 f"{name}={value}: must be a multiple of mesh.data x mesh.fsdp = {rows}, "
                 f"for example {rows * max(1, round(value / rows))}"
             )
+    if config.lora.rank % mesh.shape["fsdp"]:
+        raise ConfigError(
+            f"lora.rank={config.lora.rank}: must be a multiple of mesh.fsdp="
+            f"{mesh.shape['fsdp']}, over which the factors are split; change one of them"
+        )
     layouts = (Layout(mesh, UPDATE_RULES), Layout(mesh, DECODE_RULES))
     return Placement(*layouts, dict(mesh.shape))
 
 
 @dataclasses.dataclass
 class Model:
-    """Weights in fp32, their architecture and the tokenizer, from one folder."""
+    """Weights in fp32, their architecture and the tokenizer, from one folder.
+
+    With `lora` the weights are the frozen base in compute type, told from others by `fingerprint`,
+    and `adapter` (fp32) is trained.
+    """
 
     params: dict
     cfg: qwen.QwenConfig
     tokens: Tokens
     folder: Path
+    lora: LoraSettings | None = None
+    adapter: dict | None = None
+    fingerprint: str = ""
+
+    @property
+    def weights(self) -> dict:
+        """What the model functions take: the params, with the adapter attached if there is one."""
+        if self.lora is None or self.adapter is None:
+            return self.params
+        return lora.attach(self.params, lora.scaled(self.adapter, self.lora.scale))
 
 
-def load_model(config, place: Placement, *, dtype=jnp.float32) -> Model:
-    """The checkpoint of model.path, sharded straight into place. ConfigError if it is unusable."""
+def lora_settings(config) -> LoraSettings | None:
+    """The adapter's part of the config, None when all weights are trained."""
+    c = config.lora
+    return LoraSettings(c.rank, c.alpha) if c.rank else None
+
+
+def load_model(config, place: Placement) -> Model:
+    """The checkpoint of model.path, sharded straight into place, and with lora.rank an adapter on
+    it: that of lora.path or a new one. ConfigError if one of them is unusable."""
+    settings = lora_settings(config)
+    dtype = jnp.dtype(config.model.dtype if settings else "float32")
     try:
         folder = resolve(model_path(config.model.path))
         hf.read_config(folder)  # before transformers sees it, which trusts its numbers
@@ -114,7 +148,18 @@ def load_model(config, place: Placement, *, dtype=jnp.float32) -> Model:
         tokens.check_vocabulary(size)
     except ValueError as error:
         raise ConfigError(f"model.path={config.model.path}: {error}") from error
-    return Model(params, cfg, tokens, folder)
+    if settings is None:
+        return Model(params, cfg, tokens, folder)
+    mark = lora.fingerprint(params)
+    if config.lora.path:
+        try:
+            base = peft.Base(cfg, model_path(config.model.path), mark)
+            adapter = peft.load(config.lora.path, base, settings, place.update)
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"lora.path={config.lora.path}: {error}") from error
+    else:
+        adapter = lora.init(cfg, settings.rank, jax.random.key(config.seed), place.update)
+    return Model(params, cfg, tokens, folder, settings, adapter, mark)
 
 
 def make_prompts(config) -> PromptSet:
@@ -183,17 +228,34 @@ class CompileCounter:
 
 
 def decode_weights(params: dict, cfg: qwen.QwenConfig, place: Placement, dtype: str) -> dict:
-    """Weights in compute type and decode layout: cast and resharded once, not per token."""
-    if place.decode is None and dtype == "float32":
-        return params
-    return _cast(params, cfg=cfg, dtype=dtype, layout=place.decode)
+    """Weights in compute type and decode layout: cast and resharded once, not per token.
+
+    `params`: a model's, an adapter's, or both attached. What is in place already is not copied,
+    unless layers are set apart.
+    """
+    flat: dict[str, Any] = dict(flatten_dict(params, sep="."))
+    table = qwen.param_table(cfg) | lora.adapter_table(cfg, lora.rank_of(params))
+    axes = {name: table[name].axes for name in flat}
+
+    def in_place(name: str, x: jax.Array) -> bool:
+        if x.dtype != jnp.dtype(dtype):
+            return False
+        layout = place.decode
+        return layout is None or x.sharding.is_equivalent_to(
+            layout.sharding(axes[name], x.shape), x.ndim
+        )
+
+    ready = {name: x for name, x in flat.items() if in_place(name, x)}
+    rest = {name: x for name, x in flat.items() if name not in ready}
+    placed = tuple((name, axes[name]) for name in rest)
+    cast = _cast(rest, axes=placed, dtype=dtype, layout=place.decode) if rest else {}
+    weights = unflatten_dict({name: (ready | cast)[name] for name in flat}, sep=".")
+    return qwen.apart(weights) if place.apart else weights
 
 
-@partial(jax.jit, static_argnames=("cfg", "dtype", "layout"))
-def _cast(params: dict, *, cfg: qwen.QwenConfig, dtype: str, layout: Layout | None) -> dict:
-    table = qwen.param_table(cfg)
-    leaves: dict[str, Any] = dict(flatten_dict(params, sep="."))
-    flat = {name: x.astype(dtype) for name, x in leaves.items()}
-    if layout is not None:
-        flat = {name: layout.constrain(x, *table[name].axes) for name, x in flat.items()}
-    return unflatten_dict(flat, sep=".")
+@partial(jax.jit, static_argnames=("axes", "dtype", "layout"))
+def _cast(flat: dict, *, axes: tuple, dtype: str, layout: Layout | None) -> dict:
+    cast = {name: x.astype(dtype) for name, x in flat.items()}
+    if layout is None:
+        return cast
+    return {name: layout.constrain(cast[name], *of) for name, of in axes}

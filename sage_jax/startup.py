@@ -23,17 +23,25 @@ def versions() -> str:
 def estimated_memory(run: Run) -> dict[str, float]:
     """GiB over all devices by part: weights, gradient, optimizer, rollout copy and cache."""
     c, cfg = run.config, run.model.cfg
-    count = sum(x.size for x in jax.tree.leaves(run.state.params))
+    trained = sum(x.size for x in jax.tree.leaves(run.state.params))
+    count = sum(x.size for x in jax.tree.leaves((run.state.params, run.state.frozen)))
     width = np.dtype(c.model.dtype).itemsize if c.model.dtype == "float32" else 2
-    copy = 0 if c.model.dtype == "float32" and run.place.decode is None else count * width
+    # On one accelerator the sampler shares what is in compute type already: all, or the base.
+    shared = (
+        run.place.decode is None
+        and not run.place.apart
+        and (c.model.dtype == "float32" or c.lora.rank > 0)
+    )
+    copy = (trained if c.lora.rank and width < 4 else 0) if shared else count
+    frozen = sum(x.nbytes for x in jax.tree.leaves(run.state.frozen))
     cache = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * width
     cache *= c.rollout.slots * c.rollout.buckets[-1]
     optimizer = sum(x.nbytes for x in jax.tree.leaves(run.state.opt_state))
     parts = {
-        "weights": 4 * count,
-        "gradient": 2 * 4 * count,
+        "weights": 4 * trained + frozen,
+        "gradient": 2 * 4 * trained,
         "optimizer": optimizer,
-        "rollout copy": copy,
+        "rollout copy": copy * width,
         "cache": cache,
     }
     return {name: size / 2**30 for name, size in parts.items()}
@@ -42,7 +50,14 @@ def estimated_memory(run: Run) -> dict[str, float]:
 def table(run: Run, workdir: Path) -> str:
     """The table as text, one fact a line."""
     c, rows = run.config, run.method.rows_per_step()
-    params = sum(x.size for x in jax.tree.leaves(run.state.params))
+    trained = sum(x.size for x in jax.tree.leaves(run.state.params))
+    params = sum(x.size for x in jax.tree.leaves((run.state.params, run.state.frozen)))
+    adapter = (
+        f", of them {trained / 1e6:.2f} M trained: LoRA of rank {c.lora.rank}, "
+        f"alpha {c.lora.alpha:g}"
+        if c.lora.rank
+        else ""
+    )
     memory = estimated_memory(run)
     budget = sum(rows[role] * c.rollout.max_new[role] for role in ROLES)
     mesh = " x ".join(f"{axis} {size}" for axis, size in run.place.shape.items())
@@ -50,7 +65,8 @@ def table(run: Run, workdir: Path) -> str:
     lr = [float(schedule(int(c.train.steps * share))) for share in (0, 0.1, 0.5, 1)]
     lines = {
         "run": f"{workdir}, step {run.step} of {c.train.steps}",
-        "model": f"{c.model.path}: {run.model.cfg.model_type}, {params / 1e6:.2f} M parameters",
+        "model": f"{c.model.path}: {run.model.cfg.model_type}, {params / 1e6:.2f} M parameters"
+        + adapter,
         "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}, mesh {mesh}",
         "memory": f"about {sum(memory.values()):.2f} GiB ("
         + ", ".join(f"{name} {size:.2f}" for name, size in memory.items())

@@ -22,10 +22,11 @@ UPDATE_RULES: Mapping[str, MeshAxes] = {
     "mlp": "tensor",
     "vocab": "tensor",
     "layers": None,
+    "lora_rank": "fsdp",
 }
 # A decode step reads every weight once for one token a row: gathering fsdp shards each time would
 # cost more than the read itself, so decoding keeps whole weights but for the tensor axis.
-DECODE_RULES: Mapping[str, MeshAxes] = {**UPDATE_RULES, "embed": None}
+DECODE_RULES: Mapping[str, MeshAxes] = {**UPDATE_RULES, "embed": None, "lora_rank": None}
 
 
 def make_mesh(
@@ -97,7 +98,7 @@ class Layout:
                         f"'{axis}' of {tuple(axes)}: map one of them to None in the rules"
                     )
                 taken[mesh_axis] = str(axis)
-            parts = math.prod(self.mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
+            parts = self.parts(axis)
             if shape is not None and shape[dim] % parts:
                 raise ValueError(
                     f"axis '{axis}' of size {shape[dim]} is not divisible by mesh axis "
@@ -106,6 +107,10 @@ class Layout:
                 )
             spec.append(mesh_axes or None)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def parts(self, axis: str | None) -> int:
+        """How many shards the mesh makes of a logical axis."""
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self._mesh_axes(axis))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """`x`, held under jit to the sharding of its logical `axes`."""

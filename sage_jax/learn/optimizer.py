@@ -23,7 +23,7 @@ class UpdateSettings:
     importance_cap 0 the importance weights, entropy_coef and kl_coef 0 their terms (then not
     computed). role_weights gives each role's share of the loss, 1 where absent. chunk is in
     positions, see `token_logps`. dtype is that of the matrix products; master params and gradients
-    are float32.
+    are float32. lora_scale is alpha / rank of the adapter that is trained, 0 when all weights are.
     """
 
     lr: float = 3e-6
@@ -44,6 +44,7 @@ class UpdateSettings:
     chunk: int = 512
     remat: str = "none"
     dtype: str = "float32"
+    lora_scale: float = 0.0
 
     def __post_init__(self) -> None:
         bounds = {
@@ -65,6 +66,7 @@ class UpdateSettings:
             "chunk": self.chunk >= 1,
             "remat": self.remat in ("none", "full", "dots"),
             "dtype": self.dtype in ("float32", "bfloat16"),
+            "lora_scale": self.lora_scale >= 0,
         }
         bad = [f"optim.{name}={getattr(self, name)!r}" for name, ok in bounds.items() if not ok]
         if bad:

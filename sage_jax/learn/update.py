@@ -14,19 +14,25 @@ from sage_jax.learn.objective import Metrics, micro_objective
 from sage_jax.learn.optimizer import UpdateSettings
 from sage_jax.learn.pack import MicroBatch, Packed
 from sage_jax.learn.score import token_logps
+from sage_jax.models import lora
 from sage_jax.models.qwen import QwenConfig
 
 Params = Any
 
 
 class TrainState(NamedTuple):
-    """Params, optimizer state, updates applied, updates skipped, reference params if KL is on."""
+    """Trained params, optimizer state, updates applied, updates skipped, and what stays as it is.
+
+    All weights are trained: `ref_params` holds the reference if KL is on. An adapter is trained:
+    `frozen` holds the base under it, which without the adapter is the reference.
+    """
 
     params: Params
     opt_state: Any
     step: jax.Array
     skipped: jax.Array
     ref_params: Params | None = None
+    frozen: Params | None = None
 
 
 class Accumulator(NamedTuple):
@@ -38,12 +44,17 @@ class Accumulator(NamedTuple):
 
 
 def init_state(
-    params: Params, tx: optax.GradientTransformation, *, reference: bool = False
+    params: Params,
+    tx: optax.GradientTransformation,
+    *,
+    reference: bool = False,
+    frozen: Params | None = None,
 ) -> TrainState:
     """State at step 0, placed like `params`; with `reference` a frozen copy of them for the KL.
 
-    The state takes `params` over: the first update donates their buffers. ValueError unless all
-    of them are float32, in which small updates are not rounded away.
+    With `frozen` (a base of any dtype, kept as it is) `params` are an adapter on it. The state
+    takes `params` over: the first update donates their buffers. ValueError unless all of them are
+    float32, in which small updates are not rounded away.
     """
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         if leaf.dtype != jnp.float32:
@@ -65,7 +76,8 @@ def init_state(
         opt_state=jax.tree.map(place, tx.init(params)),
         step=place(jnp.zeros((), jnp.int32)),
         skipped=place(jnp.zeros((), jnp.int32)),
-        ref_params=jax.tree.map(jnp.copy, params) if reference else None,
+        ref_params=jax.tree.map(jnp.copy, params) if reference and frozen is None else None,
+        frozen=frozen,
     )
 
 
@@ -73,7 +85,8 @@ class Update:
     """The jitted programs of an update, for one model, one set of settings and one placement.
 
     `accumulate(state, acc, micro, role_tokens) -> acc` donates acc, `finish(state, acc) ->
-    (state, metrics)` donates state. `like` is the state, or an abstract one with shardings.
+    (state, metrics)` donates state and takes one without `frozen`. `like` is the state, or an
+    abstract one with shardings.
     """
 
     def __init__(
@@ -90,7 +103,12 @@ class Update:
             raise ValueError(
                 f"optim.role_weights names {', '.join(unknown)}; roles are {', '.join(roles)}"
             )
-        if settings.kl_coef and like.ref_params is None:
+        if (settings.lora_scale > 0) != (like.frozen is not None):
+            raise ValueError(
+                f"lora_scale={settings.lora_scale}: an adapter needs a scale above 0 and a state "
+                "made with frozen=base, full fine-tuning neither"
+            )
+        if settings.kl_coef and like.ref_params is None and like.frozen is None:
             raise ValueError(
                 f"optim.kl_coef={settings.kl_coef} needs reference params; "
                 "make the state with reference=True"
@@ -101,7 +119,8 @@ class Update:
         if layout is not None:
             # Left to the compiler, an output may come back placed differently from its input,
             # which costs a second compilation and the donation.
-            state_at: Any = jax.tree.map(lambda x: x.sharding, like)
+            moving = like._replace(frozen=None)
+            state_at: Any = jax.tree.map(lambda x: x.sharding, moving)
             self._replicated = replicated = state_at.step
             acc_at = Accumulator(state_at.params, replicated, replicated)
         finish_at = (state_at, self._replicated)
@@ -121,7 +140,9 @@ class Update:
         acc, role_tokens_r = self.zeros(state), self.place_counts(packed.role_tokens)
         for micro in packed.micros:
             acc = self.accumulate(state, acc, self.place(micro), role_tokens_r)
-        return self.finish(state, acc)
+        # The base stays out of it: a donated one would be gone for the sampler that shares it.
+        moved, metrics = self.finish(state._replace(frozen=None), acc)
+        return moved._replace(frozen=state.frozen), metrics
 
     def old_logps(self, state: TrainState, micro: MicroBatch) -> jax.Array:
         """Log-probs [b, t] of a placed micro-batch under the params as they are now.
@@ -129,7 +150,7 @@ class Update:
         With several epochs or mini-batches: taken once before the first update, for
         `micro._replace(old_logp_bt=...)`.
         """
-        return self._score(state.params, micro)
+        return self._score(state, micro)
 
     def skipped(self, state: TrainState) -> int:
         """Updates skipped so far; waits for the update in flight."""
@@ -184,19 +205,26 @@ class Update:
             entropy_gradient=self.settings.entropy_coef > 0,
         )
 
-    def _score_micro(self, params: Params, micro: MicroBatch) -> jax.Array:
-        return self._logps(params, micro, entropy=False)[0]
+    def _weights(self, state: TrainState, params: Params) -> Params:
+        if state.frozen is None:
+            return params
+        return lora.attach(state.frozen, lora.scaled(params, self.settings.lora_scale))
+
+    def _score_micro(self, state: TrainState, micro: MicroBatch) -> jax.Array:
+        return self._logps(self._weights(state, state.params), micro, entropy=False)[0]
 
     def _accumulate(
         self, state: TrainState, acc: Accumulator, micro: MicroBatch, role_tokens_r: jax.Array
     ) -> Accumulator:
         ref_logp_bt = None
         if self.settings.kl_coef:
-            ref_logp_bt = self._score_micro(state.ref_params, micro)
+            reference = state.ref_params if state.frozen is None else state.frozen
+            ref_logp_bt = self._logps(reference, micro, entropy=False)[0]
         role_weights_r = jnp.array([self.settings.role_weights.get(r, 1.0) for r in self.roles])
 
         def loss(params: Params):
-            logp_bt, entropy_bt = self._logps(params, micro, entropy=True)
+            weights = self._weights(state, params)
+            logp_bt, entropy_bt = self._logps(weights, micro, entropy=True)
             terms = (logp_bt, entropy_bt, ref_logp_bt)
             return micro_objective(*terms, micro, role_tokens_r, role_weights_r, self.settings)
 

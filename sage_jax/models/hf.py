@@ -64,7 +64,8 @@ def read_config(folder: Path) -> QwenConfig:
         raise ValueError(f"{folder}: {error}") from error
 
 
-def _hf_names(param: Param) -> list[str]:
+def hf_names(param: Param) -> list[str]:
+    """Names of the tensors that hold a parameter, one a layer where it is stacked."""
     if param.axes[0] != "layers":
         return [param.hf_name]
     return [param.hf_name.format(layer=i) for i in range(param.shape[0])]
@@ -107,7 +108,7 @@ def _find(folder: Path, table: dict[str, Param], cfg: QwenConfig) -> dict[str, _
         for name, file in index.items()
         if name in found and found[name].file.name != file
     ]
-    expected = {name: p.hf_shape for p in table.values() for name in _hf_names(p)}
+    expected = {name: p.hf_shape for p in table.values() for name in hf_names(p)}
     for name, shape in expected.items():
         if name not in found:
             problems.append(f"{name} is missing{_head_hint(name)}")
@@ -127,10 +128,14 @@ def _find(folder: Path, table: dict[str, Param], cfg: QwenConfig) -> dict[str, _
         elif not name.endswith("rotary_emb.inv_freq"):  # a constant in old checkpoints
             problems.append(f"{name} is not a parameter of a {cfg.model_type} model")
     if problems:
-        more = len(problems) - PRINTED_PROBLEMS
-        shown = problems[:PRINTED_PROBLEMS] + ([f"... and {more} more"] if more > 0 else [])
-        raise ValueError(f"weights of {folder}:\n  " + "\n  ".join(shown))
+        raise ValueError(f"weights of {folder}:\n  " + "\n  ".join(shortened(problems)))
     return found
+
+
+def shortened(problems: list[str]) -> list[str]:
+    """The first of many problems, and how many more there are."""
+    more = len(problems) - PRINTED_PROBLEMS
+    return problems[:PRINTED_PROBLEMS] + ([f"... and {more} more"] if more > 0 else [])
 
 
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str], list[str]]:
@@ -171,7 +176,7 @@ def _place(
 ) -> jax.Array:
     host = np.empty(param.shape, jnp.dtype(dtype))
     parts = host if param.axes[0] == "layers" else host[None]
-    for part, name in zip(parts, _hf_names(param), strict=True):
+    for part, name in zip(parts, hf_names(param), strict=True):
         # Laid out anew before the cast: numpy casts a transposed array far slower than it copies.
         part[...] = np.ascontiguousarray(param.from_hf(stored[name].read(name)))
     if layout is None:
@@ -244,7 +249,7 @@ def _shards(
     for name, param in table.items():
         stacked = param.axes[0] == "layers"
         size = int(np.prod(param.hf_shape)) * jnp.dtype(dtype or flat[name].dtype).itemsize
-        for layer, hf_name in enumerate(_hf_names(param)):
+        for layer, hf_name in enumerate(hf_names(param)):
             if used and used + size > limit:
                 groups.append({})
                 used = 0

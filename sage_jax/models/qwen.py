@@ -34,6 +34,9 @@ _ROW_WRITE = jax.lax.ScatterDimensionNumbers(
     scatter_indices_batching_dims=(0,),
 )
 
+# The factors of an adapter stand beside the weight `name` as name + LORA_A and name + LORA_B.
+LORA_A, LORA_B = "_lora_a", "_lora_b"
+
 _NORMAL = jax.nn.initializers.normal(0.02)
 _ONES = jax.nn.initializers.ones
 _ZEROS = jax.nn.initializers.zeros
@@ -175,6 +178,24 @@ def _embed(params: Params, tokens_bt: jax.Array, dtype: DTypeLike, layout: Layou
         return _constrain(layout, x_btd, "batch", "seq", None)
 
 
+def _linear(
+    w: Params, layout: Layout | None, name: str, x: jax.Array, inputs: str, outputs: str
+) -> jax.Array:
+    """x W with axes b, t and `outputs`; plus (x A) B where an adapter is attached."""
+
+    def flat(weight: jax.Array) -> jax.Array:
+        # One contracted dimension: with two, XLA transposes the weights on a CPU at every call.
+        return weight.reshape(-1, *weight.shape[len(inputs) :])
+
+    x_bti = x.reshape(*x.shape[:2], -1)
+    z = jnp.einsum(f"bti,i{outputs}->bt{outputs}", x_bti, flat(w[name]))
+    if name + LORA_A not in w:
+        return z
+    x_btr = jnp.einsum("bti,ir->btr", x_bti, flat(w[name + LORA_A]))
+    x_btr = _constrain(layout, x_btr, "batch", "seq", None)
+    return z + jnp.einsum(f"btr,r{outputs}->bt{outputs}", x_btr, w[name + LORA_B])
+
+
 def _layer(
     x_btd: jax.Array,
     weights: Params,
@@ -185,9 +206,10 @@ def _layer(
 ) -> tuple[jax.Array, Any]:
     """One transformer layer; `attend(q, k, v)` gives the attention output and what to keep."""
     w = {name: value.astype(x_btd.dtype) for name, value in weights.items()}
+    linear = partial(_linear, w, layout)
 
     def heads(y_btd: jax.Array, name: str, axis: str) -> jax.Array:
-        z = jnp.einsum("btd,dnh->btnh", y_btd, w[f"{name}_proj"])
+        z = linear(f"{name}_proj", y_btd, "d", "nh")
         if f"{name}_bias" in w:
             z += w[f"{name}_bias"][None, None]
         if f"{name}_norm" in w:
@@ -201,14 +223,14 @@ def _layer(
         v_btkh = heads(y_btd, "v", "kv_heads")
         z_btnh, kept = attend(q_btnh, k_btkh, v_btkh)
         z_btnh = _constrain(layout, z_btnh, "batch", "seq", "q_heads", "head_dim")
-        x_btd = x_btd + jnp.einsum("btnh,nhd->btd", z_btnh, w["o_proj"])
+        x_btd = x_btd + linear("o_proj", z_btnh, "nh", "d")
         x_btd = _constrain(layout, x_btd, "batch", "seq", None)
     with jax.named_scope("mlp"):
         y_btd = _rms_norm(x_btd, w["mlp_norm"], cfg.rms_norm_eps)
-        gate_btf = jax.nn.silu(jnp.einsum("btd,df->btf", y_btd, w["gate_proj"]))
-        z_btf = gate_btf * jnp.einsum("btd,df->btf", y_btd, w["up_proj"])
+        gate_btf = jax.nn.silu(linear("gate_proj", y_btd, "d", "f"))
+        z_btf = gate_btf * linear("up_proj", y_btd, "d", "f")
         z_btf = _constrain(layout, z_btf, "batch", "seq", "mlp")
-        x_btd = x_btd + jnp.einsum("btf,fd->btd", z_btf, w["down_proj"])
+        x_btd = x_btd + linear("down_proj", z_btf, "f", "d")
     return _constrain(layout, x_btd, "batch", "seq", None), kept
 
 
@@ -238,8 +260,40 @@ def forward(
     return _full_pass(params, cfg, tokens_bt, attend, dtype, layout, remat)[0]
 
 
+def apart(params: Params) -> Params:
+    """The same params with each layer in arrays of its own ("layers" is a tuple of trees), and the
+    head in a second form, "head" [d, v].
+
+    For decoding on a CPU, where a loop over stacked layers copies each out of the stack at every
+    step, and a product is fastest over the rows of the weight. A copy of the weights.
+    """
+    return _apart(params, count=jax.tree.leaves(params["layers"])[0].shape[0])
+
+
+@partial(jax.jit, static_argnames="count")
+def _apart(params: Params, count: int) -> Params:
+    layers = tuple({n: x[i] for n, x in params["layers"].items()} for i in range(count))
+    head_vd = params.get("lm_head", params.get("embed"))
+    head = {} if head_vd is None else {"head": head_vd.T}
+    rest = {name: x for name, x in params.items() if name not in ("layers", "lm_head")}
+    return {**rest, **head, "layers": layers}
+
+
+def _over_layers(body, carry, layers) -> tuple[Any, Any]:
+    """`carry, kept = body(carry, (number, weights))` layer by layer, stacked or apart."""
+    if not isinstance(layers, tuple):
+        count = jax.tree.leaves(layers)[0].shape[0]
+        return jax.lax.scan(body, carry, (jnp.arange(count), layers))
+    kept = []
+    for numbered in enumerate(layers):
+        carry, of_layer = body(carry, numbered)
+        kept.append(of_layer)
+    return carry, jax.tree.map(lambda *x: jnp.stack(x), *kept)
+
+
 def _full_pass(params, cfg, tokens_bt, attend, dtype, layout, remat) -> tuple[jax.Array, Any]:
-    def body(x_btd, weights):
+    def body(x_btd, layer):
+        weights = layer[1]
         return _layer(x_btd, weights, angles, attend, cfg, layout)
 
     if remat not in ("none", "full", "dots"):
@@ -250,7 +304,7 @@ def _full_pass(params, cfg, tokens_bt, attend, dtype, layout, remat) -> tuple[ja
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     angles = rope_angles(cfg, jnp.arange(tokens_bt.shape[1])[None])
     x_btd = _embed(params, tokens_bt, dtype, layout)
-    x_btd, kept = jax.lax.scan(body, x_btd, params["layers"])
+    x_btd, kept = _over_layers(body, x_btd, params["layers"])
     return _rms_norm(x_btd, params["final_norm"], cfg.rms_norm_eps), kept
 
 
@@ -340,16 +394,19 @@ def decode_step(
         return (x_s1d, cache), None
 
     x_s1d = _embed(params, token_s[:, None], dtype, layout)
-    layers = (jnp.arange(cfg.num_layers), params["layers"])
-    (x_s1d, cache), _ = jax.lax.scan(body, (x_s1d, cache), layers)
+    (x_s1d, cache), _ = _over_layers(body, (x_s1d, cache), params["layers"])
     return _rms_norm(x_s1d[:, 0], params["final_norm"], cfg.rms_norm_eps), cache
 
 
 def head_logits(params: Params, cfg: QwenConfig, hidden_xd: jax.Array) -> jax.Array:
     """Logits [x, v] in float32: a product in the dtype of `hidden_xd`, accumulated in float32."""
-    head_vd = params["embed" if cfg.tie_embeddings else "lm_head"].astype(hidden_xd.dtype)
+    if "head" in params:  # see `apart`
+        head, axes = params["head"], "dv"
+    else:
+        head, axes = params["embed" if cfg.tie_embeddings else "lm_head"], "vd"
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     with jax.named_scope("head"):
-        return jnp.einsum("...d,vd->...v", hidden_xd, head_vd, preferred_element_type=jnp.float32)
+        return product(f"...d,{axes}->...v", hidden_xd, head.astype(hidden_xd.dtype))
 
 
 class Qwen(nn.Module):

@@ -60,6 +60,13 @@ def truncate(logits_sv: jax.Array, cut: Truncation) -> jax.Array:
     return jnp.where(kept_sv | (logits_sv == best_s1), logits_sv, -jnp.inf)
 
 
+def _first_largest(x_sv: jax.Array) -> jax.Array:
+    """argmax over the vocabulary, int32 [s], as two reductions that XLA vectorises on a CPU."""
+    index_v = jnp.arange(x_sv.shape[-1], dtype=jnp.int32)
+    largest_sv = x_sv == x_sv.max(axis=-1, keepdims=True)
+    return jnp.where(largest_sv, index_v, x_sv.shape[-1] - 1).min(axis=-1)
+
+
 def sample(
     logits_sv: jax.Array,
     key_s2: jax.Array,
@@ -87,5 +94,5 @@ def sample(
 
     # A batch of greedy rows skips the noise, the dearest part of sampling on a CPU.
     noisy_sv = jax.lax.cond(jnp.all(greedy_s), lambda x: x, noisy, kept_sv)
-    token_s = jnp.argmax(noisy_sv, axis=-1).astype(jnp.int32)
+    token_s = _first_largest(noisy_sv)
     return token_s, log_prob(logits_sv, token_s, temperature_s)
