@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from sage_jax.verify import Job, Verifier
+from sage_jax.verify.math import judge
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 DATA = SHARED / "data"
@@ -52,6 +53,18 @@ def test_no_formula_of_a_question_is_its_answer(verifier):
     verdicts = verifier.run(jobs)
     assert len(jobs) > 1000
     assert [n for n, verdict in verdicts.items() if verdict.correct and not literal[n]] == []
+
+
+def test_no_gold_in_another_spelling_counts_as_a_restated_question():
+    lost = []
+    for row in (row for name in MATHS for row in rows(name)[::8]):
+        gold = str(row["answer"])
+        for answer in (gold, f"x = {gold}", f"\\left( {gold} \\right)"):
+            prediction = f"\\boxed{{{answer}}}"
+            verdict, reason = judge(gold, prediction, question=row["question"])
+            if reason == "restates_question" and judge(gold, prediction)[0] == "correct":
+                lost.append((row["id"], answer))
+    assert lost == []
 
 
 def test_no_gold_equals_one_of_another_value(verifier):
