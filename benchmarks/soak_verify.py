@@ -3,9 +3,9 @@
     python benchmarks/soak_verify.py [--verdicts 50000] [--workers 2]
 
 Half are maths; of the programs some are right, wrong, crash, exit, print or leave files, and one in
-500 loops until its limit. Exits 1 if the most memory or descriptors of the second half are more than
-10 % above that of the first (which fills the cache of 10,000 verdicts), if a verdict is not the
-expected one, or if a process is left at the end.
+500 loops until its limit. Exits 1 if the most memory or descriptors of the second half are more
+than 10 % above that of the first (which fills the cache of 10,000 verdicts), if a verdict is not
+the expected one, or if a process is left at the end.
 """
 
 from __future__ import annotations
