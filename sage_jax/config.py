@@ -196,7 +196,7 @@ SCHEMA: dict[str, Field] = {
     "sft.length": Field(128, "tokens", "longest demonstration, prompt included", 8),
     "sft.lr": Field(3e-3, "rate", "peak learning rate", 0, 1),
     "sft.warmup_steps": Field(100, "steps", "linear warm-up, then cosine to a tenth", 0),
-    "report.heartbeat": Field(30.0, "seconds", "silence after which the stage is named", 0.1),
+    "report.heartbeat": Field(20.0, "seconds", "silence after which the stage is named", 0.1),
     "report.quiet": Field(False, "flag", "no progress lines"),
 }
 
