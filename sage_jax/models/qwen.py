@@ -18,6 +18,7 @@ from flax.traverse_util import unflatten_dict
 from jax.typing import DTypeLike
 
 from sage_jax.core.mesh import Layout
+from sage_jax.models import attention
 from sage_jax.models.qwen_config import QwenConfig
 
 Params = dict[str, Any]
@@ -36,6 +37,11 @@ _ROW_WRITE = jax.lax.ScatterDimensionNumbers(
 
 # The factors of an adapter stand beside the weight `name` as name + LORA_A and name + LORA_B.
 LORA_A, LORA_B = "_lora_a", "_lora_b"
+
+_KEEP_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(attention.SAVED),
+)
 
 _NORMAL = jax.nn.initializers.normal(0.02)
 _ONES = jax.nn.initializers.ones
@@ -242,22 +248,29 @@ def forward(
     dtype: DTypeLike = jnp.float32,
     layout: Layout | None = None,
     remat: str = "none",
+    attend: str = "auto",
+    position_bt: jax.Array | None = None,
     segment_ids_bt: jax.Array | None = None,
 ) -> jax.Array:
     """Hidden states [b, t, d] after the final norm, in `dtype`.
 
-    Causal, so what stands right of a row's end changes nothing before it; with `segment_ids_bt` a
-    position sees its own segment only. `remat` is what the backward pass computes again: 'none',
-    'dots' (all but the matrix products) or 'full' (each layer). ValueError on another value.
+    Causal, so what stands right of a row's end changes nothing before it. Several rows packed into
+    one have `segment_ids_bt` (see `attention.attend`) and each its own `position_bt` from 0.
+    `remat` is what the backward pass computes again: 'none', 'dots' (all but the matrix products
+    and what attention gave) or 'full' (each layer). `attend` is one of attention.KINDS.
+    ValueError on another value of either.
     """
-    mask = None
-    if segment_ids_bt is not None:
-        mask = (segment_ids_bt[:, :, None] == segment_ids_bt[:, None, :])[:, None]
-
-    def attend(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True), None
-
-    return _full_pass(params, cfg, tokens_bt, attend, dtype, layout, remat)[0]
+    program = partial(attention.attend, segment_bt=segment_ids_bt, kind=attend, layout=layout)
+    return _full_pass(
+        params,
+        cfg,
+        tokens_bt,
+        lambda *qkv: (program(*qkv), None),
+        dtype,
+        layout,
+        remat,
+        position_bt,
+    )[0]
 
 
 def apart(params: Params) -> Params:
@@ -291,18 +304,20 @@ def _over_layers(body, carry, layers) -> tuple[Any, Any]:
     return carry, jax.tree.map(lambda *x: jnp.stack(x), *kept)
 
 
-def _full_pass(params, cfg, tokens_bt, attend, dtype, layout, remat) -> tuple[jax.Array, Any]:
+def _full_pass(
+    params, cfg, tokens_bt, attend, dtype, layout, remat="none", position_bt=None
+) -> tuple[jax.Array, Any]:
     def body(x_btd, layer):
-        weights = layer[1]
-        return _layer(x_btd, weights, angles, attend, cfg, layout)
+        return _layer(x_btd, layer[1], angles, attend, cfg, layout)
 
     if remat not in ("none", "full", "dots"):
         raise ValueError(f"remat {remat!r}: choose 'none', 'full' or 'dots'")
     if remat != "none":
-        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        policy = dots if remat == "dots" else None
+        policy = _KEEP_PRODUCTS if remat == "dots" else None
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    angles = rope_angles(cfg, jnp.arange(tokens_bt.shape[1])[None])
+    if position_bt is None:
+        position_bt = jnp.arange(tokens_bt.shape[1])[None]
+    angles = rope_angles(cfg, position_bt)
     x_btd = _embed(params, tokens_bt, dtype, layout)
     x_btd, kept = _over_layers(body, x_btd, params["layers"])
     return _rms_norm(x_btd, params["final_norm"], cfg.rms_norm_eps), kept
@@ -316,6 +331,7 @@ def prefill(
     *,
     dtype: DTypeLike = jnp.float32,
     layout: Layout | None = None,
+    attend: str = "auto",
 ) -> tuple[jax.Array, Cache]:
     """Hidden state [b, d] of each row's last prompt token, and the cache {k, v: [l, b, p, k, h]}.
 
@@ -323,10 +339,11 @@ def prefill(
     overwritten by decoding before any position sees them.
     """
 
-    def attend(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True), {"k": k, "v": v}
+    def attend_and_keep(q, k, v):
+        z = attention.attend(q, k, v, kind=attend, layout=layout)
+        return z, {"k": k, "v": v}
 
-    hidden_bpd, cache = _full_pass(params, cfg, tokens_bp, attend, dtype, layout, "none")
+    hidden_bpd, cache = _full_pass(params, cfg, tokens_bp, attend_and_keep, dtype, layout)
     last_b = jnp.maximum(lengths_b - 1, 0)
     last_bd = jnp.take_along_axis(hidden_bpd, last_b[:, None, None], axis=1)[:, 0]
     cache = {name: _constrain(layout, c, *CACHE_AXES) for name, c in cache.items()}
