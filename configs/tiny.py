@@ -32,7 +32,7 @@ def get_config():
     c.rollout.slots = 32
     c.rollout.chunk = 4
     c.rollout.prefill_rows = 8
-    c.rollout.buckets = (48, 96, 160)
+    c.rollout.buckets = (24, 40, 64, 160)
     for role in ("challenger", "planner", "solver", "critic"):
         c.rollout.max_new[role] = 64
     c.optim.lr = 5e-4
