@@ -209,7 +209,7 @@ def test_updates_that_stay_non_finite_stop_the_run_and_leave_the_weights(
     def poisoned(samples, config):
         batches = real(samples, config)
         for micro in batches[0].micros:
-            micro.adv_b[:] = np.inf
+            micro.adv_bt[:] = np.inf
         return batches
 
     monkeypatch.setattr(train, "training_batches", poisoned)

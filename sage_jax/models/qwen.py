@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from sage_jax.core.mesh import Layout
 from sage_jax.models import attention
 from sage_jax.models.qwen_config import QwenConfig
+from sage_jax.models.stack import run_layers
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]
@@ -178,9 +179,10 @@ def _rotate(x_btnh: jax.Array, angles: jax.Array) -> jax.Array:
 
 def _embed(params: Params, tokens_bt: jax.Array, dtype: DTypeLike, layout: Layout | None):
     with jax.named_scope("embed"):
-        # Gathered over fsdp first: the rows that a lookup returns are sharded over it instead.
-        table_vd = _constrain(layout, params["embed"], "vocab", None)
-        x_btd = table_vd[tokens_bt].astype(dtype)
+        # Each device looks up its part of every row; then parts are changed for whole rows.
+        tokens_bt = _constrain(layout, tokens_bt, "outer_batch", "seq")
+        x_btd = params["embed"][tokens_bt].astype(dtype)
+        x_btd = _constrain(layout, x_btd, "outer_batch", "seq", "embed")
         return _constrain(layout, x_btd, "batch", "seq", None)
 
 
@@ -196,6 +198,13 @@ def _linear(
     return z + jnp.einsum(f"btr,r{outputs}->bt{outputs}", x_btr, w[name + LORA_B])
 
 
+def _cast(weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+    if weight.dtype == dtype:
+        return weight
+    # Without the barrier the casts of all layers are moved out of the loop: a copy of all weights.
+    return jax.lax.optimization_barrier(weight).astype(dtype)
+
+
 def _layer(
     x_btd: jax.Array,
     weights: Params,
@@ -205,7 +214,7 @@ def _layer(
     layout: Layout | None,
 ) -> tuple[jax.Array, Any]:
     """One transformer layer; `attend(q, k, v)` gives the attention output and what to keep."""
-    w = {name: value.astype(x_btd.dtype) for name, value in weights.items()}
+    w = {name: _cast(value, x_btd.dtype) for name, value in weights.items()}
     linear = partial(_linear, w, layout)
 
     def heads(y_btd: jax.Array, name: str, axis: str) -> jax.Array:
@@ -245,6 +254,7 @@ def forward(
     attend: str = "auto",
     position_bt: jax.Array | None = None,
     segment_ids_bt: jax.Array | None = None,
+    totals: Params | None = None,
 ) -> jax.Array:
     """Hidden states [b, t, d] after the final norm, in `dtype`.
 
@@ -252,26 +262,14 @@ def forward(
     one have `segment_ids_bt` (see `attention.attend`) and each its own `position_bt` from 0.
     `remat` is what the backward pass computes again: 'none', 'dots' (all but the matrix products
     and what attention gave) or 'full' (each layer). `attend` is one of attention.KINDS.
-    ValueError on another value of either.
+    ValueError on another value of either. With `totals` the gradient of the layers is added to
+    these, see `run_layers`.
     """
-    program = partial(attention.attend, segment_bt=segment_ids_bt, kind=attend, layout=layout)
-    return _full_pass(
-        params,
-        cfg,
-        tokens_bt,
-        lambda *qkv: (program(*qkv), None),
-        dtype,
-        layout,
-        remat,
-        position_bt,
-    )[0]
 
-
-def _full_pass(
-    params, cfg, tokens_bt, attend, dtype, layout, remat="none", position_bt=None
-) -> tuple[jax.Array, Any]:
-    def body(x_btd, weights):
-        return _layer(x_btd, weights, angles, attend, cfg, layout)
+    def body(x_btd, weights, context):
+        angles, segment_bt = context
+        program = partial(attention.attend, segment_bt=segment_bt, kind=attend, layout=layout)
+        return _layer(x_btd, weights, angles, lambda *qkv: (program(*qkv), None), cfg, layout)[0]
 
     if remat not in ("none", "full", "dots"):
         raise ValueError(f"remat {remat!r}: choose 'none', 'full' or 'dots'")
@@ -280,10 +278,10 @@ def _full_pass(
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     if position_bt is None:
         position_bt = jnp.arange(tokens_bt.shape[1])[None]
-    angles = rope_angles(cfg, position_bt)
+    context = rope_angles(cfg, position_bt), segment_ids_bt
     x_btd = _embed(params, tokens_bt, dtype, layout)
-    x_btd, kept = jax.lax.scan(body, x_btd, params["layers"])
-    return _rms_norm(x_btd, params["final_norm"], cfg.rms_norm_eps), kept
+    x_btd = run_layers(body, x_btd, params["layers"], context, totals)
+    return _rms_norm(x_btd, params["final_norm"], cfg.rms_norm_eps)
 
 
 def prefill(
@@ -306,7 +304,13 @@ def prefill(
         z = attention.attend(q, k, v, kind=attend, layout=layout)
         return z, {"k": k, "v": v}
 
-    hidden_bpd, cache = _full_pass(params, cfg, tokens_bp, attend_and_keep, dtype, layout)
+    def body(x_bpd, weights):
+        return _layer(x_bpd, weights, angles, attend_and_keep, cfg, layout)
+
+    angles = rope_angles(cfg, jnp.arange(tokens_bp.shape[1])[None])
+    x_bpd = _embed(params, tokens_bp, dtype, layout)
+    x_bpd, cache = jax.lax.scan(body, x_bpd, params["layers"])
+    hidden_bpd = _rms_norm(x_bpd, params["final_norm"], cfg.rms_norm_eps)
     last_b = jnp.maximum(lengths_b - 1, 0)
     last_bd = jnp.take_along_axis(hidden_bpd, last_b[:, None, None], axis=1)[:, 0]
     cache = {name: _constrain(layout, c, *CACHE_AXES) for name, c in cache.items()}
@@ -379,9 +383,14 @@ def decode_step(
     return _rms_norm(x_s1d[:, 0], params["final_norm"], cfg.rms_norm_eps), cache
 
 
+def head_name(cfg: QwenConfig) -> str:
+    """Which of the params is the head [v, d]."""
+    return "embed" if cfg.tie_embeddings else "lm_head"
+
+
 def head_logits(params: Params, cfg: QwenConfig, hidden_xd: jax.Array) -> jax.Array:
     """Logits [x, v] in float32: a product in the dtype of `hidden_xd`, accumulated in float32."""
-    head_vd = params["embed" if cfg.tie_embeddings else "lm_head"].astype(hidden_xd.dtype)
+    head_vd = params[head_name(cfg)].astype(hidden_xd.dtype)
     with jax.named_scope("head"):
         return jnp.einsum("...d,vd->...v", hidden_xd, head_vd, preferred_element_type=jnp.float32)
 
