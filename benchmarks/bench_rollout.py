@@ -31,6 +31,7 @@ from sage_jax.core.tokens import Tokens
 from sage_jax.methods import graph
 from sage_jax.methods.graph import Episode, Node, Player, play
 from sage_jax.models import hf, qwen
+from sage_jax.models.stack import apart
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.row import Row
 from sage_jax.run import start
@@ -80,7 +81,7 @@ def uniform(folder: Path, repeats: int) -> None:
     prompts = sorted(chats, key=lambda ids: abs(len(ids) - PROMPT))[:CHATS]
     params, cfg = hf.load(folder)
     engine = Engine(cfg, slots=CHATS, buckets=(64, 128), max_new=NEW, prefill_rows=CHATS)
-    engine.start(qwen.apart(params))  # as a run on a CPU does
+    engine.start(apart(params))  # as a run on a CPU does
     del params
     answers: dict[str, list] = {}
 
@@ -212,7 +213,7 @@ def roles(repeats: int) -> None:
         chunk=4,
         prefill_rows=8,
     )
-    stream.start(qwen.apart(params))
+    stream.start(apart(params))
     waves, live = Waves(stream, SLOTS), LiveShare(stream)
 
     def run(engine) -> int:

@@ -91,13 +91,15 @@ def parity(cfg: QwenConfig, work: Work) -> list[tuple]:
     """Log-probs on this device against the CPU's, from the same weights."""
     rng = np.random.default_rng(0)
     tokens_bt = rng.integers(0, cfg.vocab_size, (2, work.prompt)).astype(np.int32)
-    temperature_b = np.ones(2, np.float32)
+    temperature_b1 = np.ones((2, 1), np.float32)
 
     def logps(params, device, dtype):
-        def score(params, tokens_bt, temperature_b):
-            return token_logps(params, cfg, tokens_bt, temperature_b, dtype=dtype, entropy=False)[0]
+        def score(params, tokens_bt, temperature_b1):
+            return token_logps(params, cfg, tokens_bt, temperature_b1, dtype=dtype, entropy=False)[
+                0
+            ]
 
-        arrays = jax.device_put((params, tokens_bt, temperature_b), device)
+        arrays = jax.device_put((params, tokens_bt, temperature_b1), device)
         return np.asarray(jax.jit(score)(*arrays))
 
     cpu, here = jax.local_devices(backend="cpu")[0], jax.devices()[0]

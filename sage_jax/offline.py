@@ -284,7 +284,7 @@ def _score_batch(config, model: Model, place: Placement, batch: list[dict]) -> d
         model.weights,
         model.cfg,
         tokens_bt,
-        temperature_b,
+        temperature_b[:, None],
         dtype=config.model.dtype,
         layout=place.update,
         attend=config.model.attention,

@@ -16,6 +16,7 @@ from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh
 from sage_jax.core.tokens import Tokens, resolve
 from sage_jax.models import hf, lora, peft, qwen
 from sage_jax.models.lora import LoraSettings
+from sage_jax.models.stack import apart
 from sage_jax.roles import PromptSet, load_prompts
 from sage_jax.rollout.decode import MAX_STOPS
 from sage_jax.rollout.engine import Engine
@@ -48,7 +49,7 @@ def enable_compilation_cache() -> None:
 class Placement:
     """Where arrays live: None on a single device, else one layout for updates, one for decoding.
 
-    `apart`: the sampler's weights are `qwen.apart`.
+    `apart`: the sampler's weights are `stack.apart`.
     """
 
     update: Layout | None
@@ -250,7 +251,7 @@ def decode_weights(params: dict, cfg: qwen.QwenConfig, place: Placement, dtype: 
     placed = tuple((name, axes[name]) for name in rest)
     cast = _cast(rest, axes=placed, dtype=dtype, layout=place.decode) if rest else {}
     weights = unflatten_dict({name: (ready | cast)[name] for name in flat}, sep=".")
-    return qwen.apart(weights) if place.apart else weights
+    return apart(weights) if place.apart else weights
 
 
 @partial(jax.jit, static_argnames=("axes", "dtype", "layout"))

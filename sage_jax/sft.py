@@ -22,6 +22,7 @@ import optax
 from sage_jax.core.checkpoint import CheckpointError, Checkpoints
 from sage_jax.core.masked import masked_sum
 from sage_jax.core.tokens import Tokens, resolve
+from sage_jax.learn.objective import completion_mask
 from sage_jax.learn.pack import MicroBatch, TrainRow, pack
 from sage_jax.learn.score import token_logps
 from sage_jax.models import hf, qwen
@@ -241,7 +242,8 @@ def _batch(examples: list[Example], settings: SftSettings) -> tuple[list[MicroBa
     ]
     step = max(8, settings.length // 16)
     buckets = sorted({*range(step, settings.length, step), settings.length})
-    packed = pack(rows, ("sft",), buckets, settings.micro_rows)
+    share = settings.attention != "cudnn"
+    packed = pack(rows, ("sft",), buckets, settings.micro_rows, share=share)
     return packed.micros, float(packed.role_tokens[0])
 
 
@@ -279,17 +281,15 @@ def make_programs(settings: SftSettings, cfg: QwenConfig, tx: optax.GradientTran
             params,
             cfg,
             micro.tokens_bt,
-            micro.temperature_b,
+            micro.temperature_bt,
+            position_bt=micro.position_bt,
+            segment_bt=micro.segment_bt,
             dtype=dtype,
             remat=settings.remat,
             attend=settings.attention,
             chunk=1024,
         )
-        position_1t = jnp.arange(micro.tokens_bt.shape[1])[None]
-        mask_bt = (position_1t >= micro.prompt_length_b[:, None]) & (
-            position_1t < micro.length_b[:, None]
-        )
-        return -masked_sum(logp_bt, mask_bt) / count
+        return -masked_sum(logp_bt, completion_mask(micro)) / count
 
     @partial(jax.jit, donate_argnums=1)
     def accumulate(params, acc, micro: MicroBatch, count):

@@ -125,7 +125,8 @@ def test_factors_start_as_those_of_peft_do():
 def test_gradients_follow_from_those_of_full_fine_tuning(shared, full):  # noqa: F811
     packed = pack(make_rows(), ROLES, [12], 16)
     adapter = random_adapter(size=0.1)
-    got = accumulated(shared, fresh(shared, adapter), packed).grads["layers"]
+    acc = accumulated(shared, fresh(shared, adapter), packed)
+    got = lora.scaled(acc.grads, LORA.scale)["layers"]
     merged = lora.merge(make_params(), lora.scaled(adapter, LORA.scale))
     whole = accumulated(full, init_state(merged, full.tx), packed).grads["layers"]
     for target in lora.TARGETS:

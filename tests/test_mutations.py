@@ -18,17 +18,20 @@ import test_engine
 import test_logprob
 import test_mesh
 import test_objective
+import test_pack
 import test_pool
 import test_rewards
 import test_sage
 import test_score
+import test_stack
 import test_update
 from test_engine import params  # noqa: F401  (a fixture)
 from test_update import shared, single  # noqa: F401  (fixtures)
 
 from sage_jax.core import logprob, mesh, rng
-from sage_jax.learn import advantages, objective, score
+from sage_jax.learn import advantages, objective, pack, score
 from sage_jax.methods import credit, rewards, sage
+from sage_jax.models import stack
 from sage_jax.rollout import decode, sampling
 from sage_jax.tasks import pool
 
@@ -46,9 +49,9 @@ class Mutation:
     marks: tuple = ()
 
 
-MASK = "(position_1t < micro.length_b[:, None])"
-OWN_COUNT = "jnp.maximum(_sum_by_role(mask_bt * 1.0, mask_bt, micro.role_b, role_tokens_r), 1)"
-SPLIT = {"buckets": [12], "micro_rows": 4}
+MASK = "(micro.position_bt < micro.length_bt)"
+OWN_COUNT = "jnp.maximum(_sum_by_role(mask_bt * 1.0, mask_bt, micro.role_bt, role_tokens_r), 1)"
+SPLIT = {"buckets": [12], "micro_rows": 4, "share": True}
 ONE_PROGRAM = {"buckets": test_engine.BUCKETS[-1:]}
 
 MUTATIONS = {
@@ -89,11 +92,11 @@ MUTATIONS = {
         test_objective.test_pad_id_equal_to_eos_is_still_trained,
     ),
     "the mask is dropped": Mutation(
-        (objective, "completion_mask", MASK, "(position_1t < 10**6)"),
+        (objective, "completion_mask", MASK, "(micro.position_bt < 10**6)"),
         test_objective.test_gradient_reaches_every_completion_token_with_its_eos_and_nothing_else,
     ),
     "the stop token is not trained": Mutation(
-        (objective, "completion_mask", MASK, MASK.replace("]", "] - 1")),
+        (objective, "completion_mask", MASK, MASK.replace("_bt)", "_bt - 1)")),
         test_update.test_a_completion_of_only_eos_is_trained,
     ),
     "each micro-batch divides by its own count": Mutation(
@@ -104,6 +107,25 @@ MUTATIONS = {
     "there is no dual clip": Mutation(
         (objective, "policy_loss", "(loss > ceiling)", "(loss != loss)"),
         test_objective.test_dual_clip_vector,
+    ),
+    "rows of a sequence see each other": Mutation(
+        (score, "token_logps", "segment_ids_bt=segment_bt", "segment_ids_bt=None"),
+        test_update.test_gradients_do_not_depend_on_micro_batches_or_buckets,
+        SPLIT,
+    ),
+    "positions run on from row to row": Mutation(
+        (
+            pack,
+            "_micro_batch",
+            "= np.arange(row.length)",
+            "= start - row.length + np.arange(row.length)",
+        ),
+        test_pack.test_golden_layout_of_two_rows_in_one_sequence,
+    ),
+    "a micro-batch forgets the gradients before it": Mutation(
+        (stack, "_add_at", "part + gradient", "gradient"),
+        test_stack.test_the_gradient_of_trained_layers_is_added_to_their_totals,
+        {"remat": "full"},
     ),
     # Advantages.
     "the variance is the biased one": Mutation(

@@ -116,7 +116,7 @@ def objective(logp_bt, micro, role_tokens, settings=SETTINGS, weights=(1, 1, 1, 
 
 
 def test_gradient_reaches_every_completion_token_with_its_eos_and_nothing_else():
-    packed = pack([row for row in make_rows(6)], ROLES, [16], 8)
+    packed = pack(make_rows(6), ROLES, [16], 8, share=False)
     micro = packed.micros[0]
     logp_bt = jnp.full(micro.tokens_bt.shape, -1.0)
     grad_bt = jax.grad(lambda x: objective(x, micro, packed.role_tokens)[0])(logp_bt)

@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import scripted
 from scripted import all_correct, good_answer, play_step
@@ -406,9 +407,11 @@ def test_the_update_sees_the_sampled_ids_never_a_second_encoding():
     (batch,) = training_batches(list(samples.values()), sage.config)
     checked = 0
     for micro, ids in zip(batch.micros, batch.ids, strict=True):
-        for tokens_t, length, name in zip(micro.tokens_bt, micro.length_b, ids, strict=False):
-            sample = samples[name]
-            assert tokens_t[:length].tolist() == [*sample.prompt, *sample.completion.tokens]
-            assert tokens_t[length - 1] == scripted.STOP
+        starts = np.argwhere((micro.position_bt == 0) & (micro.length_bt > 0))
+        for (b, start), name in zip(starts, ids, strict=True):
+            sample, end = samples[name], start + micro.length_bt[b, start]
+            tokens = micro.tokens_bt[b, start:end].tolist()
+            assert tokens == [*sample.prompt, *sample.completion.tokens]
+            assert tokens[-1] == scripted.STOP
             checked += 1
     assert checked == len(samples) > 10

@@ -36,7 +36,11 @@ def sharp_params(layout=None):
 
 PARAMS = sharp_params()
 STATIC = ("dtype", "layout", "remat", "chunk", "entropy", "entropy_gradient")
-score = jax.jit(token_logps, static_argnums=1, static_argnames=STATIC)
+program = jax.jit(token_logps, static_argnums=1, static_argnames=STATIC)
+
+
+def score(params, cfg, tokens_bt, temperature_b, **static):
+    return program(params, cfg, tokens_bt, temperature_b[:, None], **static)
 
 
 def batch(rows, length, seed=0):
@@ -69,7 +73,7 @@ def weighted(logps_fn):
 def chunked(chunk, layout=None):
     def logps(params, tokens_bt, temperature_b):
         return token_logps(
-            params, CFG, tokens_bt, temperature_b, layout=layout, chunk=chunk, entropy=True
+            params, CFG, tokens_bt, temperature_b[:, None], layout=layout, chunk=chunk, entropy=True
         )
 
     return weighted(logps)
@@ -125,7 +129,7 @@ def test_entropy_without_gradient_is_a_constant():
     @partial(jax.jit, static_argnums=1)
     def total(params, flag):
         _, entropy_bt = token_logps(
-            params, CFG, tokens_bt, jnp.ones(2), entropy=True, entropy_gradient=flag
+            params, CFG, tokens_bt, jnp.ones((2, 1)), entropy=True, entropy_gradient=flag
         )
         return jnp.sum(entropy_bt)
 
@@ -173,4 +177,4 @@ def test_vocabulary_sharded_over_the_mesh_gives_the_same_values_and_gradients(si
 
 def test_chunk_below_one_is_an_error():
     with pytest.raises(ValueError, match="optim.logit_chunk=0"):
-        token_logps(PARAMS, CFG, batch(1, 4), jnp.ones(1), chunk=0)
+        token_logps(PARAMS, CFG, batch(1, 4), jnp.ones((1, 1)), chunk=0)

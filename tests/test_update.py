@@ -97,13 +97,16 @@ def assert_trees_equal(got, want):
 def single(shared):
     """Programs, initial state (not to be donated) and gradients of the reference split."""
     state = init_state(make_params(), shared.tx)
-    return shared, state, gradients(shared, state, pack(make_rows(), ROLES, [12], 16))
+    return shared, state, gradients(shared, state, pack(make_rows(), ROLES, [12], 16, share=False))
 
 
-@pytest.mark.parametrize(("buckets", "micro_rows"), [([12], 4), ([6, 9, 12], 4), ([16], 5)])
-def test_gradients_do_not_depend_on_micro_batches_or_buckets(single, buckets, micro_rows):
+@pytest.mark.parametrize(
+    ("buckets", "micro_rows", "share"),
+    [([12], 4, True), ([6, 9, 12], 4, False), ([40], 2, True)],
+)
+def test_gradients_do_not_depend_on_micro_batches_or_buckets(single, buckets, micro_rows, share):
     update, state, want = single
-    packed = pack(make_rows()[::-1], ROLES, buckets, micro_rows)
+    packed = pack(make_rows()[::-1], ROLES, buckets, micro_rows, share=share)
     got = gradients(update, state, packed)
     assert_trees_close(got.grads, want.grads, atol=1e-6, rtol=1e-5)
     assert_trees_close(got.sums, want.sums, atol=1e-5, rtol=1e-5)
@@ -114,7 +117,7 @@ def test_tokens_under_the_padding_change_nothing(single):
     update, state, _ = single
     packed = pack(make_rows(), ROLES, [12], 16)
     micro = packed.micros[0]
-    inside_bt = np.arange(12)[None] < micro.length_b[:, None]
+    inside_bt = micro.position_bt < micro.length_bt
     noise_bt = np.random.default_rng(1).integers(0, V, micro.tokens_bt.shape)
     noisy = micro._replace(
         tokens_bt=np.where(inside_bt, micro.tokens_bt, noise_bt).astype(np.int32)
@@ -173,7 +176,7 @@ def test_rows_that_do_not_divide_over_the_mesh_are_an_error():
 def test_repeated_updates_raise_the_probability_of_rewarded_rows_and_lower_the_others(fresh):
     update, state = fresh
     rows = [replace(row, advantage=(-1.0) ** (i // 4)) for i, row in enumerate(make_rows(8))]
-    packed = pack(rows, ROLES, [12], 4)
+    packed = pack(rows, ROLES, [12], 4, share=False)
 
     def mean_logps(state):
         return np.concatenate(
@@ -191,7 +194,7 @@ def test_repeated_updates_raise_the_probability_of_rewarded_rows_and_lower_the_o
     for _ in range(5):
         state, _ = update.step(state, packed)
     change = mean_logps(state) - before
-    signs = np.sign(np.concatenate([micro.adv_b for micro in packed.micros]))
+    signs = np.sign(np.concatenate([micro.adv_bt[:, 0] for micro in packed.micros]))
     assert np.all(np.sign(change) == signs)
     assert int(state.step) == 5 and int(state.skipped) == 0
 
@@ -212,9 +215,9 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_explained(fresh):
     state, _ = update.step(state, good)
     before = jax.device_get(state)
     micro = good.micros[1]
-    bad_adv_b = micro.adv_b.copy()
-    bad_adv_b[2] = np.nan
-    bad = good._replace(micros=[good.micros[0], micro._replace(adv_b=bad_adv_b)])
+    bad_adv_bt = micro.adv_bt.copy()
+    bad_adv_bt[0] = np.nan
+    bad = good._replace(micros=[good.micros[0], micro._replace(adv_bt=bad_adv_bt)])
     state, metrics = update.step(state, bad)
     after = jax.device_get(state)
     assert_trees_equal(after.params, before.params)
@@ -300,8 +303,8 @@ def test_bf16_compute_keeps_float32_gradients_near_the_float32_ones(single):
         assert 0.98 < a @ b / (np.linalg.norm(a) * np.linalg.norm(b)) < 1
 
 
-def vocab_array_sizes(vocab, local_vocab, layout=None):
-    """Elements of every array with a vocabulary axis in the compiled gradient program."""
+def shapes_of_the_gradient(vocab, layout=None):
+    """Shapes of all arrays, as one device sees them, in the compiled gradient program."""
     cfg = replace(CFG, vocab_size=vocab)
     settings = UpdateSettings(chunk=16, entropy_coef=0.1)
     tx = make_optimizer(settings, 10)
@@ -312,23 +315,29 @@ def vocab_array_sizes(vocab, local_vocab, layout=None):
     counts = update.place_counts(packed.role_tokens)
     args = state, update.zeros(state), update.place(packed.micros[0]), counts
     compiled = update.accumulate.lower(*args).compile().as_text()
-    shapes = {
+    return {
         tuple(int(n) for n in dims.split(","))
         for dims in re.findall(r"\b[a-z]+[0-9]*\[([0-9,]+)\]", compiled)
     }
-    assert not any(local_vocab < n <= vocab for shape in shapes for n in shape)
-    return {np.prod(shape) for shape in shapes if local_vocab in shape}
 
 
 def test_no_array_over_all_positions_and_the_vocabulary_exists():
     # 4 rows x 32 positions in chunks of 16: the probe must see a chunk, and nothing larger.
-    assert max(vocab_array_sizes(4100, 4100)) == 16 * 4100
+    sizes = [np.prod(shape) for shape in shapes_of_the_gradient(4100) if 4100 in shape]
+    assert max(sizes) == 16 * 4100
 
 
 @pytest.mark.multidevice
-def test_the_sharded_head_is_never_gathered():
-    layout = Layout(make_mesh(2, 1, 4), UPDATE_RULES)
-    assert max(vocab_array_sizes(4100, 1025, layout)) == 16 // 2 * 1025
+@pytest.mark.parametrize("sizes", [(2, 1, 4), (2, 2, 2), (1, 4, 2)], ids=str)
+def test_neither_head_nor_logits_are_ever_gathered(sizes):
+    data, fsdp, tensor = sizes
+    shapes = shapes_of_the_gradient(4104, Layout(make_mesh(*sizes), UPDATE_RULES))
+    # A device has its shard of the head as it is stored, and as the product with a chunk takes it.
+    stored, spread = 4104 // tensor, 4104 // (tensor * fsdp)
+    chunk = 16 // data * spread
+    wide = [shape for shape in shapes if max(shape) >= spread and np.prod(shape) > 512]
+    assert max(np.prod(shape) for shape in wide) == max(chunk, 8 // fsdp * stored)
+    assert any(spread in shape for shape in wide)
 
 
 def test_role_weights_of_the_settings_reach_the_gradient(single):

@@ -23,10 +23,20 @@ UPDATE_RULES: Mapping[str, MeshAxes] = {
     "vocab": "tensor",
     "layers": None,
     "lora_rank": "fsdp",
+    # Embedding and head meet rows that fsdp shards no more, so that it shards them instead: neither
+    # the [vocab, embed] weights nor their gradients are ever gathered.
+    "outer_batch": "data",
+    "all_vocab": ("tensor", "fsdp"),
 }
 # A decode step reads every weight once for one token a row: gathering fsdp shards each time would
 # cost more than the read itself, so decoding keeps whole weights but for the tensor axis.
-DECODE_RULES: Mapping[str, MeshAxes] = {**UPDATE_RULES, "embed": None, "lora_rank": None}
+DECODE_RULES: Mapping[str, MeshAxes] = {
+    **UPDATE_RULES,
+    "embed": None,
+    "lora_rank": None,
+    "outer_batch": ("data", "fsdp"),
+    "all_vocab": "tensor",
+}
 
 
 def make_mesh(
@@ -115,6 +125,10 @@ class Layout:
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """`x`, held under jit to the sharding of its logical `axes`."""
         return jax.lax.with_sharding_constraint(x, self.sharding(axes, x.shape))
+
+    def divides(self, axis: str, size: int) -> bool:
+        """Whether the mesh axes of the logical `axis` divide a dimension of `size`."""
+        return size % math.prod(self.mesh.shape[name] for name in self._mesh_axes(axis)) == 0
 
     def _mesh_axes(self, axis: str | None) -> tuple[str, ...]:
         if axis is None:

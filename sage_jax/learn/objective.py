@@ -79,8 +79,7 @@ def importance_weight(old_logp: jax.Array, sampler_logp: jax.Array, cap: float) 
 
 def completion_mask(micro: MicroBatch) -> jax.Array:
     """True [b, t] at the tokens the model generated, its stop token included; from lengths only."""
-    position_1t = jnp.arange(micro.tokens_bt.shape[1])[None]
-    return (position_1t >= micro.prompt_length_b[:, None]) & (position_1t < micro.length_b[:, None])
+    return (micro.position_bt >= micro.prompt_length_bt) & (micro.position_bt < micro.length_bt)
 
 
 def micro_objective(
@@ -107,7 +106,7 @@ def micro_objective(
     if micro.old_logp_bt is not None:
         old_bt = keep(micro.old_logp_bt)
     bounds = settings.clip_low, settings.clip_high, settings.dual_clip
-    terms = policy_loss(logp_bt, old_bt, keep(micro.adv_b[:, None]), *bounds)
+    terms = policy_loss(logp_bt, old_bt, keep(micro.adv_bt), *bounds)
     loss_bt, kl_bt, weight_bt = terms.loss, jnp.zeros_like(logp_bt), jnp.ones_like(logp_bt)
     if settings.importance_cap:
         weight_bt = importance_weight(old_bt, sampler_bt, settings.importance_cap)
@@ -118,7 +117,7 @@ def micro_objective(
         kl_bt = kl_k3(logp_bt, keep(ref_logp_bt))
         loss_bt += settings.kl_coef * kl_bt
     scale_r = role_weights_r / jnp.maximum(role_tokens_r, 1)
-    loss = masked_sum(loss_bt * scale_r[micro.role_b][:, None], mask_bt)
+    loss = masked_sum(loss_bt * scale_r[micro.role_bt], mask_bt)
     gap_bt = jnp.abs(logp_bt - sampler_bt)
     per_token = {
         "gap": gap_bt,
@@ -129,14 +128,14 @@ def micro_objective(
     }
     sums = {name: masked_sum(x_bt.astype(jnp.float32), mask_bt) for name, x_bt in per_token.items()}
     sums["loss"] = loss
-    sums["tokens_r"] = _sum_by_role(jnp.ones_like(logp_bt), mask_bt, micro.role_b, role_tokens_r)
-    sums["entropy_r"] = _sum_by_role(entropy_bt, mask_bt, micro.role_b, role_tokens_r)
+    sums["tokens_r"] = _sum_by_role(jnp.ones_like(logp_bt), mask_bt, micro.role_bt, role_tokens_r)
+    sums["entropy_r"] = _sum_by_role(entropy_bt, mask_bt, micro.role_bt, role_tokens_r)
     maxima = {"ratio": masked_max(terms.ratio, mask_bt), "gap": masked_max(gap_bt, mask_bt)}
     return loss, jax.lax.stop_gradient((sums, maxima))
 
 
 def _sum_by_role(
-    x_bt: jax.Array, mask_bt: jax.Array, role_b: jax.Array, like_r: jax.Array
+    x_bt: jax.Array, mask_bt: jax.Array, role_bt: jax.Array, like_r: jax.Array
 ) -> jax.Array:
-    role_rb = jnp.arange(like_r.size)[:, None] == role_b[None]
-    return jnp.where(role_rb, masked_sum(x_bt, mask_bt, axis=1)[None], 0.0).sum(axis=1)
+    role_rbt = jnp.arange(like_r.size)[:, None, None] == role_bt[None]
+    return masked_sum(jnp.broadcast_to(x_bt, role_rbt.shape), role_rbt & mask_bt[None], axis=(1, 2))

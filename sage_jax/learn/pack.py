@@ -1,10 +1,15 @@
 """Rows of any length -> micro-batches of a few fixed shapes, so compiled programs stay few."""
 
+import bisect
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+
+# A bucket is taken for a longer one that is filled better by this share of its slots only.
+NEARLY = 0.02
 
 Array = Any  # numpy here, a jax array once placed on devices
 
@@ -31,17 +36,20 @@ class TrainRow:
 
 
 class MicroBatch(NamedTuple):
-    """Fixed-shape arrays: rows right-padded to one bucket; an unused row has length 0.
+    """Fixed-shape arrays [b, t]: sequences of one bucket's length, rows one after another in each.
 
-    Position i of a [b, t] log-prob array belongs to the token at position i.
+    A token holds what is true of its row; position i of a [b, t] log-prob array belongs to the
+    token at i. What follows the last row of a sequence is of length 0, so no row's.
     """
 
     tokens_bt: Array  # int32
-    prompt_length_b: Array  # int32, tokens
-    length_b: Array  # int32, prompt + completion tokens
-    adv_b: Array  # float32
-    role_b: Array  # int32, index into the roles given to `pack`
-    temperature_b: Array  # float32
+    segment_bt: Array | None  # int32, which row of the sequence; None: one row each
+    position_bt: Array  # int32, in its row
+    prompt_length_bt: Array  # int32, tokens
+    length_bt: Array  # int32, prompt + completion tokens
+    adv_bt: Array  # float32
+    role_bt: Array  # int32, index into the roles given to `pack`
+    temperature_bt: Array  # float32
     sampler_logp_bt: Array  # float32, 0 outside the completion
     old_logp_bt: Array | None = None  # float32; None: the update's own, gradient stopped
 
@@ -50,61 +58,113 @@ class Packed(NamedTuple):
     """Micro-batches of one update, the row ids of each, and counts over all of them."""
 
     micros: list[MicroBatch]
-    ids: list[list[str]]
+    ids: list[list[str]]  # in the order of the tokens
     role_tokens: np.ndarray  # float32 [roles], completion tokens per role in the whole update
-    padding_share: float  # share of all slots (rows x bucket) that hold no token, 0..1
+    padding_share: float  # share of all slots (sequences x bucket) that hold no token, 0..1
 
 
 def pack(
-    rows: Sequence[TrainRow], roles: Sequence[str], buckets: Sequence[int], micro_rows: int
+    rows: Sequence[TrainRow],
+    roles: Sequence[str],
+    buckets: Sequence[int],
+    micro_rows: int,
+    *,
+    share: bool = True,
 ) -> Packed:
-    """`rows`, longest first (ties by id), `micro_rows` at a time, each into its smallest bucket.
+    """`rows`, longest first (ties by id), into micro-batches of `micro_rows` sequences.
 
-    The result depends on the set of rows, not on their order. A half-filled micro-batch takes
-    rows of the next smaller bucket along: its slots are paid for anyway. Rows with advantage 0
+    Each sequence takes the longest rows left that fit (first fit, decreasing); without `share` one
+    row. The bucket of a micro-batch is the one that is filled best, the smaller where two are
+    nearly as good. The result depends on the set of rows, not on their order. Rows with advantage 0
     stay in (they count in the per-role token mean, as in the published code).
     ValueError for a row longer than the largest bucket or otherwise malformed.
     """
     _check_settings(buckets, micro_rows)
     _check_rows(rows, roles, max(buckets))
-    ordered = sorted(rows, key=lambda row: (-row.length, row.id))
-    chunks = [ordered[i : i + micro_rows] for i in range(0, len(ordered), micro_rows)]
+    left = sorted(rows, key=lambda row: (-row.length, row.id))
     role_index = {role: i for i, role in enumerate(roles)}
-    micros, role_tokens = [], np.zeros(len(roles), np.float32)
-    for chunk in chunks:
-        bucket = min(size for size in buckets if size >= chunk[0].length)
-        micros.append(_micro_batch(chunk, role_index, bucket, micro_rows))
-        for row in chunk:
+    micros, ids, role_tokens = [], [], np.zeros(len(roles), np.float32)
+    while left:
+        bucket, sequences, left = _fill(left, buckets, micro_rows, share)
+        micros.append(_micro_batch(sequences, role_index, bucket, micro_rows, share))
+        ids.append([row.id for sequence in sequences for row in sequence])
+        for row in itertools.chain(*sequences):
             role_tokens[role_index[row.role]] += len(row.completion)
     slots = sum(micro.tokens_bt.size for micro in micros)
     padding_share = 1 - sum(row.length for row in rows) / slots if slots else 0.0
-    return Packed(
-        micros, [[row.id for row in chunk] for chunk in chunks], role_tokens, padding_share
-    )
+    return Packed(micros, ids, role_tokens, padding_share)
+
+
+Sequences = list[list[TrainRow]]
+
+
+def _fill(
+    rows: list[TrainRow], buckets: Sequence[int], count: int, share: bool
+) -> tuple[int, Sequences, list[TrainRow]]:
+    """Bucket and rows of the next `count` sequences, and the rows left; `rows` are longest first.
+
+    Among the buckets that hold the longest row: the smallest that is filled within 2 % of the best.
+    """
+    fills = []
+    for bucket in sorted(size for size in buckets if size >= rows[0].length):
+        sequences, left = _first_fit(rows, bucket, count, share)
+        held = sum(row.length for sequence in sequences for row in sequence)
+        fills.append((held / (bucket * count), bucket, sequences, left))
+        if not share:  # a longer bucket holds the same rows
+            break
+    best = max(fill[0] for fill in fills)
+    return next(fill for fill in fills if fill[0] >= best - NEARLY)[1:]
+
+
+def _first_fit(
+    rows: list[TrainRow], bucket: int, count: int, share: bool
+) -> tuple[Sequences, list[TrainRow]]:
+    left, sequences = list(rows), []
+    # Ascending, for bisect.
+    shortness = [-row.length for row in left]
+    for _ in range(count):
+        room, sequence = bucket, []
+        while (i := bisect.bisect_left(shortness, -room)) < len(left) and (share or not sequence):
+            room += shortness.pop(i)
+            sequence.append(left.pop(i))
+        if sequence:
+            sequences.append(sequence)
+    return sequences, left
 
 
 def _micro_batch(
-    chunk: Sequence[TrainRow], role_index: dict[str, int], bucket: int, micro_rows: int
+    sequences: Sequences, role_index: dict[str, int], bucket: int, micro_rows: int, share: bool
 ) -> MicroBatch:
+    def zeros(dtype: type) -> np.ndarray:
+        return np.zeros((micro_rows, bucket), dtype)
+
     micro = MicroBatch(
-        tokens_bt=np.zeros((micro_rows, bucket), np.int32),
-        prompt_length_b=np.zeros(micro_rows, np.int32),
-        length_b=np.zeros(micro_rows, np.int32),
-        adv_b=np.zeros(micro_rows, np.float32),
-        role_b=np.zeros(micro_rows, np.int32),
-        temperature_b=np.ones(micro_rows, np.float32),
-        sampler_logp_bt=np.zeros((micro_rows, bucket), np.float32),
+        tokens_bt=zeros(np.int32),
+        segment_bt=zeros(np.int32) if share else None,
+        position_bt=zeros(np.int32),
+        prompt_length_bt=zeros(np.int32),
+        length_bt=zeros(np.int32),
+        adv_bt=zeros(np.float32),
+        role_bt=zeros(np.int32),
+        temperature_bt=np.ones((micro_rows, bucket), np.float32),
+        sampler_logp_bt=zeros(np.float32),
     )
-    for b, row in enumerate(chunk):
-        prompt_length = len(row.prompt)
-        micro.tokens_bt[b, :prompt_length] = row.prompt
-        micro.tokens_bt[b, prompt_length : row.length] = row.completion
-        micro.sampler_logp_bt[b, prompt_length : row.length] = row.logps
-        micro.prompt_length_b[b] = prompt_length
-        micro.length_b[b] = row.length
-        micro.adv_b[b] = row.advantage
-        micro.role_b[b] = role_index[row.role]
-        micro.temperature_b[b] = row.temperature
+    for b, sequence in enumerate(sequences):
+        start = 0
+        for number, row in enumerate(sequence):
+            place = b, slice(start, start + row.length)
+            start += row.length
+            micro.tokens_bt[place] = [*row.prompt, *row.completion]
+            micro.position_bt[place] = np.arange(row.length)
+            micro.prompt_length_bt[place] = len(row.prompt)
+            micro.length_bt[place] = row.length
+            micro.adv_bt[place] = row.advantage
+            micro.role_bt[place] = role_index[row.role]
+            micro.temperature_bt[place] = row.temperature
+            micro.sampler_logp_bt[b, start - len(row.completion) : start] = row.logps
+            if micro.segment_bt is not None:
+                # To the end: what follows the last row is a segment of its own.
+                micro.segment_bt[b, start:] = number + 1
     return micro
 
 

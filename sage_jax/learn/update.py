@@ -36,7 +36,10 @@ class TrainState(NamedTuple):
 
 
 class Accumulator(NamedTuple):
-    """Running gradient (float32, like params), sums and maxima over the micro-batches so far."""
+    """Running gradient (float32, like params), sums and maxima over the micro-batches so far.
+
+    That of an adapter is with respect to the scaled one, which is what the layers are given.
+    """
 
     grads: Params
     sums: Metrics
@@ -158,11 +161,10 @@ class Update:
 
     def place(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch on the devices, rows split over the batch axes of the mesh."""
-        layout, axes = self.layout, ("batch", "seq")
-        if layout is None:
+        if self.layout is None:
             return jax.device_put(micro)
-        shardings = jax.tree.map(lambda x: layout.sharding(axes[: x.ndim], x.shape), micro)
-        return jax.device_put(micro, shardings)
+        # One sharding for all: every array of a micro-batch has its shape.
+        return jax.device_put(micro, self.layout.sharding(("batch", "seq"), micro.tokens_bt.shape))
 
     def place_counts(self, role_tokens: np.ndarray) -> jax.Array:
         """The global token counts per role on every device."""
@@ -191,12 +193,16 @@ class Update:
         grads = jax.tree.map(jnp.zeros_like, state.params)
         return Accumulator(grads, sums, {"ratio": zero, "gap": zero})
 
-    def _logps(self, params: Params, micro: MicroBatch, entropy: bool) -> tuple[jax.Array, Any]:
+    def _logps(
+        self, params: Params, micro: MicroBatch, entropy: bool = False, totals: Params | None = None
+    ) -> tuple[jax.Array, Any]:
         return token_logps(
             params,
             self.cfg,
             micro.tokens_bt,
-            micro.temperature_b,
+            micro.temperature_bt,
+            position_bt=micro.position_bt,
+            segment_bt=micro.segment_bt,
             dtype=jnp.dtype(self.settings.dtype),
             layout=self.layout,
             remat=self.settings.remat,
@@ -204,6 +210,7 @@ class Update:
             chunk=self.settings.chunk,
             entropy=entropy,
             entropy_gradient=self.settings.entropy_coef > 0,
+            totals=totals,
         )
 
     def _weights(self, state: TrainState, params: Params) -> Params:
@@ -212,7 +219,7 @@ class Update:
         return lora.attach(state.frozen, lora.scaled(params, self.settings.lora_scale))
 
     def _score_micro(self, state: TrainState, micro: MicroBatch) -> jax.Array:
-        return self._logps(self._weights(state, state.params), micro, entropy=False)[0]
+        return self._logps(self._weights(state, state.params), micro)[0]
 
     def _accumulate(
         self, state: TrainState, acc: Accumulator, micro: MicroBatch, role_tokens_r: jax.Array
@@ -220,26 +227,34 @@ class Update:
         ref_logp_bt = None
         if self.settings.kl_coef:
             reference = state.ref_params if state.frozen is None else state.frozen
-            ref_logp_bt = self._logps(reference, micro, entropy=False)[0]
+            ref_logp_bt = self._logps(reference, micro)[0]
         role_weights_r = jnp.array([self.settings.role_weights.get(r, 1.0) for r in self.roles])
 
-        def loss(params: Params):
-            weights = self._weights(state, params)
-            logp_bt, entropy_bt = self._logps(weights, micro, entropy=True)
+        rest = {name: x for name, x in state.params.items() if name != "layers"}
+
+        def loss(rest: Params, totals: Params):
+            weights = self._weights(state, {**state.params, **rest})
+            logp_bt, entropy_bt = self._logps(weights, micro, True, totals)
             terms = (logp_bt, entropy_bt, ref_logp_bt)
             return micro_objective(*terms, micro, role_tokens_r, role_weights_r, self.settings)
 
-        grads, (sums, maxima) = jax.grad(loss, has_aux=True)(state.params)
+        # The gradient of the layers never stands beside the running one; that of the rest is small.
+        gradient = jax.grad(loss, (0, 1), has_aux=True)
+        (rest, layers), (sums, maxima) = gradient(rest, acc.grads["layers"])
+        rest = {name: acc.grads[name] + x for name, x in rest.items()}
         return Accumulator(
-            jax.tree.map(jnp.add, acc.grads, grads),
+            {**rest, "layers": layers},
             jax.tree.map(jnp.add, acc.sums, sums),
             jax.tree.map(jnp.maximum, acc.maxima, maxima),
         )
 
     def _finish(self, state: TrainState, acc: Accumulator) -> tuple[TrainState, Metrics]:
-        grad_norm = optax.tree.norm(acc.grads)
+        grads = acc.grads
+        if self.settings.lora_scale:
+            grads = lora.scaled(grads, self.settings.lora_scale)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(acc.sums["loss"])
-        updates, opt_state = self.tx.update(acc.grads, state.opt_state, state.params)
+        updates, opt_state = self.tx.update(grads, state.opt_state, state.params)
         applied = state._replace(
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,

@@ -63,4 +63,6 @@ def training_batches(samples: list[Sample], config) -> list[Packed]:
     ]
     o = config.optim
     parts = [rows[first :: o.minibatches] for first in range(o.minibatches)]
-    return [pack(part, ROLES, o.buckets, o.micro_rows) for part in parts if part]
+    # cuDNN has no segments: there each row keeps a sequence to itself.
+    share = config.model.attention != "cudnn"
+    return [pack(part, ROLES, o.buckets, o.micro_rows, share=share) for part in parts if part]

@@ -27,6 +27,10 @@ BLOCK = 256
 # A single pair of blocks leaves nothing to skip, and its loops cost more than they save.
 PLAIN_UP_TO = BLOCK
 SPLASH_BLOCK = 512
+_SPLASH_TILES = (
+    *("block_q", "block_kv", "block_kv_compute"),
+    *("block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute", "block_q_dq", "block_kv_dq"),
+)
 LANES = 128  # of a TPU: block lengths and head dims are padded to a multiple
 _NEVER = -1e30
 
@@ -126,6 +130,7 @@ def _splash(
 ) -> jax.Array:
     length, heads, head_dim = q_btnh.shape[1:]
     block = SPLASH_BLOCK if length >= SPLASH_BLOCK else LANES
+    tiles: dict[str, Any] = dict.fromkeys(_SPLASH_TILES, block)
 
     def by_head(x_btnh: jax.Array) -> jax.Array:
         return _pad(_pad(jnp.swapaxes(x_btnh, 1, 2), 2, block), 3, LANES)
@@ -137,14 +142,14 @@ def _splash(
     padded = segment_bt.shape[1]
     kernel = splash.make_splash_mha(
         masks.MultiHeadMask([masks.CausalMask((padded, padded))] * heads),
-        block_sizes=splash.BlockSizes(*[block] * 8),
+        block_sizes=splash.BlockSizes(**tiles),
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=SAVED,
         interpret=interpret,
     )
     segments = splash.SegmentIds(segment_bt, segment_bt)
-    z_bnth = jax.vmap(kernel)(q_bnth, k_bkth, v_bkth, segments)
+    z_bnth: Any = jax.vmap(kernel)(q_bnth, k_bkth, v_bkth, segments)
     return jnp.swapaxes(z_bnth, 1, 2)[:, :length, :, :head_dim]
 
 
@@ -163,7 +168,7 @@ def _blocked(
     kv_heads = k_btkh.shape[2]
     q_btkgh = q_btnh.reshape(rows, length, kv_heads, heads // kv_heads, head_dim)
     q_btkgh, k_btkh, v_btkh = (_pad(x, 1, block) for x in (q_btkgh, k_btkh, v_btkh))
-    z_btkgh = _flash(q_btkgh, k_btkh, v_btkh, _pad(segment_bt, 1, block, mode="edge"), block)
+    z_btkgh: Any = _flash(q_btkgh, k_btkh, v_btkh, _pad(segment_bt, 1, block, mode="edge"), block)
     return z_btkgh.reshape(rows, -1, heads, head_dim)[:, :length]
 
 

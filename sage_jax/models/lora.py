@@ -99,7 +99,7 @@ def scaled(adapter: Params, scale: float) -> Params:
 def attach(base: Params, adapter: Params) -> Params:
     """Base and scaled adapter as one pytree for the model functions; nothing is copied."""
     layers, factors = base["layers"], adapter["layers"]
-    if isinstance(layers, tuple):  # see qwen.apart
+    if isinstance(layers, tuple):  # see stack.apart
         return {**base, "layers": tuple(w | f for w, f in zip(layers, factors, strict=True))}
     return {**base, "layers": layers | factors}
 

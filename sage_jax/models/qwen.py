@@ -20,6 +20,7 @@ from jax.typing import DTypeLike
 from sage_jax.core.mesh import Layout
 from sage_jax.models import attention
 from sage_jax.models.qwen_config import QwenConfig
+from sage_jax.models.stack import over_layers, run_layers
 
 Params = dict[str, Any]
 Cache = dict[str, jax.Array]
@@ -178,9 +179,10 @@ def _rotate(x_btnh: jax.Array, angles: jax.Array) -> jax.Array:
 
 def _embed(params: Params, tokens_bt: jax.Array, dtype: DTypeLike, layout: Layout | None):
     with jax.named_scope("embed"):
-        # Gathered over fsdp first: the rows that a lookup returns are sharded over it instead.
-        table_vd = _constrain(layout, params["embed"], "vocab", None)
-        x_btd = table_vd[tokens_bt].astype(dtype)
+        # Each device looks up its part of every row; then parts are changed for whole rows.
+        tokens_bt = _constrain(layout, tokens_bt, "outer_batch", "seq")
+        x_btd = params["embed"][tokens_bt].astype(dtype)
+        x_btd = _constrain(layout, x_btd, "outer_batch", "seq", "embed")
         return _constrain(layout, x_btd, "batch", "seq", None)
 
 
@@ -202,6 +204,13 @@ def _linear(
     return z + jnp.einsum(f"btr,r{outputs}->bt{outputs}", x_btr, w[name + LORA_B])
 
 
+def _cast(weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+    if weight.dtype == dtype:
+        return weight
+    # Without the barrier the casts of all layers are moved out of the loop: a copy of all weights.
+    return jax.lax.optimization_barrier(weight).astype(dtype)
+
+
 def _layer(
     x_btd: jax.Array,
     weights: Params,
@@ -211,7 +220,7 @@ def _layer(
     layout: Layout | None,
 ) -> tuple[jax.Array, Any]:
     """One transformer layer; `attend(q, k, v)` gives the attention output and what to keep."""
-    w = {name: value.astype(x_btd.dtype) for name, value in weights.items()}
+    w = {name: _cast(value, x_btd.dtype) for name, value in weights.items()}
     linear = partial(_linear, w, layout)
 
     def heads(y_btd: jax.Array, name: str, axis: str) -> jax.Array:
@@ -251,6 +260,7 @@ def forward(
     attend: str = "auto",
     position_bt: jax.Array | None = None,
     segment_ids_bt: jax.Array | None = None,
+    totals: Params | None = None,
 ) -> jax.Array:
     """Hidden states [b, t, d] after the final norm, in `dtype`.
 
@@ -258,57 +268,14 @@ def forward(
     one have `segment_ids_bt` (see `attention.attend`) and each its own `position_bt` from 0.
     `remat` is what the backward pass computes again: 'none', 'dots' (all but the matrix products
     and what attention gave) or 'full' (each layer). `attend` is one of attention.KINDS.
-    ValueError on another value of either.
+    ValueError on another value of either. With `totals` the gradient of the layers is added to
+    these, see `run_layers`.
     """
-    program = partial(attention.attend, segment_bt=segment_ids_bt, kind=attend, layout=layout)
-    return _full_pass(
-        params,
-        cfg,
-        tokens_bt,
-        lambda *qkv: (program(*qkv), None),
-        dtype,
-        layout,
-        remat,
-        position_bt,
-    )[0]
 
-
-def apart(params: Params) -> Params:
-    """The same params with each layer in arrays of its own ("layers" is a tuple of trees), and the
-    head in a second form, "head" [d, v].
-
-    For decoding on a CPU, where a loop over stacked layers copies each out of the stack at every
-    step, and a product is fastest over the rows of the weight. A copy of the weights.
-    """
-    return _apart(params, count=jax.tree.leaves(params["layers"])[0].shape[0])
-
-
-@partial(jax.jit, static_argnames="count")
-def _apart(params: Params, count: int) -> Params:
-    layers = tuple({n: x[i] for n, x in params["layers"].items()} for i in range(count))
-    head_vd = params.get("lm_head", params.get("embed"))
-    head = {} if head_vd is None else {"head": head_vd.T}
-    rest = {name: x for name, x in params.items() if name not in ("layers", "lm_head")}
-    return {**rest, **head, "layers": layers}
-
-
-def _over_layers(body, carry, layers) -> tuple[Any, Any]:
-    """`carry, kept = body(carry, (number, weights))` layer by layer, stacked or apart."""
-    if not isinstance(layers, tuple):
-        count = jax.tree.leaves(layers)[0].shape[0]
-        return jax.lax.scan(body, carry, (jnp.arange(count), layers))
-    kept = []
-    for numbered in enumerate(layers):
-        carry, of_layer = body(carry, numbered)
-        kept.append(of_layer)
-    return carry, jax.tree.map(lambda *x: jnp.stack(x), *kept)
-
-
-def _full_pass(
-    params, cfg, tokens_bt, attend, dtype, layout, remat="none", position_bt=None
-) -> tuple[jax.Array, Any]:
-    def body(x_btd, layer):
-        return _layer(x_btd, layer[1], angles, attend, cfg, layout)
+    def body(x_btd, weights, context):
+        angles, segment_bt = context
+        program = partial(attention.attend, segment_bt=segment_bt, kind=attend, layout=layout)
+        return _layer(x_btd, weights, angles, lambda *qkv: (program(*qkv), None), cfg, layout)[0]
 
     if remat not in ("none", "full", "dots"):
         raise ValueError(f"remat {remat!r}: choose 'none', 'full' or 'dots'")
@@ -317,10 +284,10 @@ def _full_pass(
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
     if position_bt is None:
         position_bt = jnp.arange(tokens_bt.shape[1])[None]
-    angles = rope_angles(cfg, position_bt)
+    context = rope_angles(cfg, position_bt), segment_ids_bt
     x_btd = _embed(params, tokens_bt, dtype, layout)
-    x_btd, kept = _over_layers(body, x_btd, params["layers"])
-    return _rms_norm(x_btd, params["final_norm"], cfg.rms_norm_eps), kept
+    x_btd = run_layers(body, x_btd, params["layers"], context, totals)
+    return _rms_norm(x_btd, params["final_norm"], cfg.rms_norm_eps)
 
 
 def prefill(
@@ -343,7 +310,13 @@ def prefill(
         z = attention.attend(q, k, v, kind=attend, layout=layout)
         return z, {"k": k, "v": v}
 
-    hidden_bpd, cache = _full_pass(params, cfg, tokens_bp, attend_and_keep, dtype, layout)
+    def body(x_bpd, layer):
+        return _layer(x_bpd, layer[1], angles, attend_and_keep, cfg, layout)
+
+    angles = rope_angles(cfg, jnp.arange(tokens_bp.shape[1])[None])
+    x_bpd = _embed(params, tokens_bp, dtype, layout)
+    x_bpd, cache = over_layers(body, x_bpd, params["layers"])
+    hidden_bpd = _rms_norm(x_bpd, params["final_norm"], cfg.rms_norm_eps)
     last_b = jnp.maximum(lengths_b - 1, 0)
     last_bd = jnp.take_along_axis(hidden_bpd, last_b[:, None, None], axis=1)[:, 0]
     cache = {name: _constrain(layout, c, *CACHE_AXES) for name, c in cache.items()}
@@ -411,16 +384,19 @@ def decode_step(
         return (x_s1d, cache), None
 
     x_s1d = _embed(params, token_s[:, None], dtype, layout)
-    (x_s1d, cache), _ = _over_layers(body, (x_s1d, cache), params["layers"])
+    (x_s1d, cache), _ = over_layers(body, (x_s1d, cache), params["layers"])
     return _rms_norm(x_s1d[:, 0], params["final_norm"], cfg.rms_norm_eps), cache
+
+
+def head_name(cfg: QwenConfig) -> str:
+    """Which of the params is the head [v, d]."""
+    return "embed" if cfg.tie_embeddings else "lm_head"
 
 
 def head_logits(params: Params, cfg: QwenConfig, hidden_xd: jax.Array) -> jax.Array:
     """Logits [x, v] in float32: a product in the dtype of `hidden_xd`, accumulated in float32."""
-    if "head" in params:  # see `apart`
-        head, axes = params["head"], "dv"
-    else:
-        head, axes = params["embed" if cfg.tie_embeddings else "lm_head"], "vd"
+    # `stack.apart` has turned it.
+    head, axes = (params["head"], "dv") if "head" in params else (params[head_name(cfg)], "vd")
     product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     with jax.named_scope("head"):
         return product(f"...d,{axes}->...v", hidden_xd, head.astype(hidden_xd.dtype))

@@ -118,10 +118,8 @@ _TABLE = {
     "skipped_updates": Metric("count", "updates skipped for a non-finite gradient so far", "0"),
     "tokens/generated": Metric("tokens", "response tokens sampled in this step"),
     "tokens/trained": Metric("tokens", "response tokens in this step's loss"),
-    "padding/update": Metric("0..1", "share of padded positions in the update's batches", "< 0.5"),
-    "live_slots": Metric(
-        "0..1", "share of decode slots and steps in which a row was live", "> 0.5"
-    ),
+    "padding/update": Metric("0..1", "share of padded positions in the update's batches", "< 0.1"),
+    "live_slots": Metric("0..1", "share of decode slots and steps with a live row", "> 0.5"),
     "pool/size": Metric("tasks", "seeds and admitted tasks in the pool after the step"),
     "pool/size_<domain>": Metric("tasks", "the same, of one domain"),
     "pool/admitted": Metric("tasks", "candidates admitted in this step"),
