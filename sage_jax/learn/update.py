@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sage_jax.core.mesh import Layout
+from sage_jax.core.mesh import Layout, put
 from sage_jax.learn.objective import Metrics, micro_objective
 from sage_jax.learn.optimizer import UpdateSettings
 from sage_jax.learn.pack import MicroBatch, Packed
@@ -69,7 +69,7 @@ def init_state(
     def place(leaf: jax.Array) -> jax.Array:
         # Moments are made like their params; left where they are made, counters would move
         # with the first update and have the second one compiled again.
-        return jax.device_put(leaf, sharding) if leaf.ndim == 0 else leaf
+        return put(leaf, sharding) if leaf.ndim == 0 else leaf
 
     return TrainState(
         params=params,
@@ -160,13 +160,12 @@ class Update:
         """The micro-batch on the devices, rows split over the batch axes of the mesh."""
         layout, axes = self.layout, ("batch", "seq")
         if layout is None:
-            return jax.device_put(micro)
-        shardings = jax.tree.map(lambda x: layout.sharding(axes[: x.ndim], x.shape), micro)
-        return jax.device_put(micro, shardings)
+            return put(micro)
+        return put(micro, jax.tree.map(lambda x: layout.sharding(axes[: x.ndim], x.shape), micro))
 
     def place_counts(self, role_tokens: np.ndarray) -> jax.Array:
         """The global token counts per role on every device."""
-        return jax.device_put(role_tokens, self._replicated)
+        return put(role_tokens, self._replicated)
 
     def explain_skip(self, state: TrainState, packed: Packed) -> str:
         """Which rows and params made the last update not finite; replays it, as `state` is intact.

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sage_jax.core.mesh import Layout
+from sage_jax.core.mesh import Layout, put
 from sage_jax.models.qwen import QwenConfig
 from sage_jax.rollout import decode as programs
 
@@ -83,6 +83,7 @@ class Engine:
         self.cfg, self.buckets, self.max_new, self.chunk = cfg, tuple(buckets), max_new, chunk
         self.prefill_rows = prefill_rows
         self._static = {"cfg": cfg, "dtype": dtype, "layout": layout}
+        self._everywhere = None if layout is None else layout.sharding(())
         self._rows: list[Row | None] = [None] * slots
         self._longest = np.zeros(slots, np.int64)
         self._queue: deque[Row] = deque()
@@ -225,7 +226,7 @@ class Engine:
                 facts.stop_sn[slot, : len(row.stop_ids)] = row.stop_ids
                 facts.budget_s[slot] = row.max_new
         self.transfers += 1
-        return jax.device_put((tokens_bp, lengths_b, source_s, facts))
+        return put((tokens_bp, lengths_b, source_s, facts), self._everywhere)
 
     def _harvest(self) -> list[Completion]:
         """The only device-to-host transfers of a rollout: flags each step, tokens when needed."""
