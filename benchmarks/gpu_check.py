@@ -27,7 +27,8 @@ from sage_jax.learn.score import token_logps
 from sage_jax.learn.update import Update, host_metrics, init_state
 from sage_jax.models import qwen
 from sage_jax.models.qwen_config import QwenConfig
-from sage_jax.rollout.engine import Engine, Row
+from sage_jax.rollout.engine import Engine
+from sage_jax.rollout.row import Row
 
 ROLES = ("challenger", "planner", "solver", "critic")
 # Largest difference of a log-prob in nats. fp32: another order of the same sums. bf16: 8 bits of

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from sage_jax.core.tokens import Tokens
 from sage_jax.models import hf
-from sage_jax.rollout.engine import Engine, Row
+from sage_jax.rollout.engine import Engine
+from sage_jax.rollout.row import Row
 from sage_jax.tasks import sources
 
 TOLERANCE = 1e-3

@@ -29,10 +29,10 @@ def get_config():
     c.method.probes = 2
     c.method.bare = 2
     c.method.audits = 16
-    c.rollout.slots = 64
-    c.rollout.chunk = 8
-    c.rollout.prefill_rows = 16
-    c.rollout.buckets = (64, 160)
+    c.rollout.slots = 32
+    c.rollout.chunk = 4
+    c.rollout.prefill_rows = 8
+    c.rollout.buckets = (48, 96, 160)
     for role in ("challenger", "planner", "solver", "critic"):
         c.rollout.max_new[role] = 64
     c.optim.lr = 5e-4

@@ -6,7 +6,7 @@ import fcntl
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -230,10 +230,10 @@ def _offline(work: Callable) -> Callable[[Job, Callable], int]:
         hosts.check_same({"--input": lines})
         with Progress(1, quiet=quiet) as progress:
 
-            def stage(name: str, ids: list[str]) -> None:
+            def stage(name: str, pending: Callable[[], Iterable[str]]) -> None:
                 if stop():
                     raise Cancelled
-                progress.stage(name, lambda: ids)
+                progress.stage(name, pending)
 
             model = trained_model(job, place)[0] if job.named else load_model(job.config, place)
             try:

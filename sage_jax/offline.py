@@ -16,8 +16,10 @@ from sage_jax.core import hosts
 from sage_jax.core.mesh import whole
 from sage_jax.core.rng import row_key
 from sage_jax.learn.score import token_logps
+from sage_jax.rollout.admission import bucket_of
 from sage_jax.rollout.decode import MAX_STOPS
-from sage_jax.rollout.engine import Engine, Row, bucket_of
+from sage_jax.rollout.engine import Engine
+from sage_jax.rollout.row import Row
 from sage_jax.runtime import Model, Placement, decode_weights
 
 GENERATE_FIELDS = {
@@ -217,7 +219,7 @@ def generate(
         waiting = iter([(row["id"], i, r) for row, group in planned for i, r in enumerate(group)])
         done, head = {}, next(waiting)
         while head is not None:
-            stage("generate", [head[0]])
+            stage("generate", engine.running)
             done.update((c.row.id, c) for c in engine.step())
             # Lines leave in input order as soon as those before them are finished.
             while head is not None and head[2].id in done:
@@ -262,7 +264,7 @@ def score(
             rows.append(row)
     logps: dict[str, list[float]] = {}
     for batch in _score_batches(rows, config.optim.micro_rows):
-        stage("score", [batch[0]["id"]])
+        stage("score", [batch[0]["id"]].copy)
         logps.update(_score_batch(config, model, place, batch))
     with _output(target) as file:
         for row in rows:

@@ -8,7 +8,7 @@ import resource
 import time
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,9 +86,9 @@ class Run:
         yield
         self.seconds[name] += time.monotonic() - started
 
-    def notice(self, name: str, ids: list[str]) -> None:
-        """Tell the heartbeat what runs and which ids it waits for."""
-        self.progress.stage(name, lambda: ids)
+    def notice(self, name: str, pending: Callable[[], Iterable[str]]) -> None:
+        """Tell the heartbeat what runs, and how to learn which rows it waits for."""
+        self.progress.stage(name, pending)
 
     def load_engine(self) -> None:
         """Cast and reshard the present weights for decoding, once."""

@@ -28,7 +28,9 @@ SCORE = [{"id": "x", "tokens": [1, 2, 3, 4]}, {"id": "y", "tokens": list(range(5
 
 
 def main(folder):
-    import faulthandler; faulthandler.dump_traceback_later(200)
+    import faulthandler
+
+    faulthandler.dump_traceback_later(200)
     distributed.HEARTBEAT_TIMEOUT = 10
     distributed.start()
     facts, arrays = {}, {}
@@ -112,7 +114,9 @@ def verdicts():
         if found := shared.poll(0.05):
             polls.append([(name, verdict.reason) for name, verdict in found])
     shared.submit(Job("other", "math_key", {"answer": "e"}))
-    ran = shared.run([Job("r1", "math_key", {"answer": "f"}), Job("r0", "math_key", {"answer": "a"})])
+    ran = shared.run(
+        [Job("r1", "math_key", {"answer": "f"}), Job("r0", "math_key", {"answer": "a"})]
+    )
     twice = refusal(lambda: shared.submit(Job("other", "math_key", {"answer": "e"})))
     kept = [name for name, _ in shared.poll()]
     while shared.waiting():

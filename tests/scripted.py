@@ -6,7 +6,7 @@ from sage_jax.config import base
 from sage_jax.methods.graph import Player, play
 from sage_jax.methods.sage import Sage
 from sage_jax.roles import load_prompts
-from sage_jax.rollout.engine import Completion
+from sage_jax.rollout.row import Completion
 from sage_jax.tasks.pool import Pool
 from sage_jax.tasks.task import Task
 from sage_jax.verify import Verdict
@@ -42,6 +42,13 @@ class ScriptedEngine:
     def busy(self):
         return bool(self.queue)
 
+    @property
+    def hungry(self):
+        return len(self.queue) < self.width
+
+    def running(self):
+        return [row.id for row in self.queue[: self.width]]
+
     def submit(self, rows):
         self.queue += rows
         self.seen += rows
@@ -63,18 +70,21 @@ class ScriptedVerifier:
 
     def __init__(self, judge, lag=0):
         self.judge, self.lag, self.jobs = judge, lag, []
-        self.waiting = 0
+        self.polls = 0
 
     def submit(self, job):
         self.jobs.append(job)
 
     def poll(self, timeout=0.0):
-        self.waiting += 1
-        if self.waiting <= self.lag:
+        self.polls += 1
+        if self.polls <= self.lag:
             return []
-        self.waiting = 0
+        self.polls = 0
         jobs, self.jobs = self.jobs[::-1], []
         return [(job.id, self._verdict(job)) for job in jobs]
+
+    def waiting(self):
+        return {job.id: 1.0 for job in self.jobs}
 
     def run(self, jobs):
         return {job.id: self._verdict(job) for job in jobs}

@@ -1,5 +1,7 @@
 """The rollout engine: same rows, same tokens, whatever runs beside them."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,8 @@ from sage_jax.core.logprob import log_prob
 from sage_jax.core.rng import row_key
 from sage_jax.models import qwen
 from sage_jax.rollout import decode
-from sage_jax.rollout.engine import Engine, Row
+from sage_jax.rollout.engine import Engine
+from sage_jax.rollout.row import Row
 
 CFG = qwen.QwenConfig(
     model_type="qwen3",
@@ -166,15 +169,18 @@ def test_rows_submitted_while_others_run_fill_freed_slots(params):
 
 
 def test_compiled_programs_stay_within_the_declared_buckets():
-    made = Engine(CFG, slots=5, buckets=BUCKETS, max_new=24, chunk=3, prefill_rows=3)
+    made = Engine(CFG, slots=5, buckets=BUCKETS, max_new=24, chunk=3, prefill_rows=9)
     made.start(qwen.init(CFG, jax.random.key(1)))
     counts = lambda: [f._cache_size() for f in (decode.prefill, decode.insert, decode.decode)]  # noqa: E731
     before = counts()
     for i in range(1, 40):
         key = row_key(i)
-        made.generate([Row(f"x{i}", (1,) * i, (int(key[0]), int(key[1])), 1 + i % 24, ())])
+        one = Row("a", (1,) * i, (int(key[0]), int(key[1])), 1 + i % 24, ())
+        many = [dataclasses.replace(one, id=f"b{n}", prompt=(1,) * i + (n,)) for n in range(i % 5)]
+        made.generate([one, *many])
     grown = [after - start for after, start in zip(counts(), before, strict=True)]
-    assert sum(grown) <= 3 * len(BUCKETS) and made.shapes
+    # Prefill and insert for a few rows or all.
+    assert 5 < sum(grown) <= 5 * len(BUCKETS)
     assert len(made.shapes) == sum(grown)
 
 
@@ -199,3 +205,101 @@ def test_decode_keeps_its_temporaries_under_one_layers_cache(params):
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= whole, "the cache was not donated"
     assert memory.temp_size_in_bytes < whole / cfg.num_layers * 1.6
+
+
+def count_calls(monkeypatch, name):
+    """Prompt lengths [b] of each call of a program of the engine."""
+    seen, program = [], getattr(decode, name)
+
+    def counted(params, tokens_bp, lengths_b, **static):
+        seen.append([int(n) for n in lengths_b])
+        return program(params, tokens_bp, lengths_b, **static)
+
+    monkeypatch.setattr(decode, name, counted)
+    return seen
+
+
+def with_prompts(count, prompt_of, **changes):
+    return [dataclasses.replace(row, prompt=prompt_of(i)) for i, row in enumerate(rows(count))]
+
+
+def test_siblings_share_one_prefill_even_if_they_start_at_different_times(params, monkeypatch):
+    calls = count_calls(monkeypatch, "prefill")
+    siblings = with_prompts(6, lambda i: (1, 2, 3))
+    done = engine(params, slots=2, prefill_rows=1).generate(siblings)
+    assert len(calls) == 1
+    for row in siblings:
+        alone = engine(params, slots=1, prefill_rows=1).generate([row])[row.id]
+        np.testing.assert_array_equal(done[row.id].tokens, alone.tokens)
+
+
+def test_rows_left_over_in_a_prefill_take_prompts_that_still_wait(params, monkeypatch):
+    calls = count_calls(monkeypatch, "prefill")
+    engine(params, slots=2, prefill_rows=4).generate(with_prompts(8, lambda i: (1, 2, 3, i)))
+    assert calls == [[4, 4, 4, 4], [4, 4, 4, 4]]
+
+
+def test_what_the_prefix_cache_drops_is_prefilled_again_with_the_same_tokens(params, monkeypatch):
+    want = engine(params, slots=12, prefill_rows=1).generate(with_prompts(12, lambda i: (7, i % 6)))
+    # Siblings are six rows apart, so each call is dropped before the second of them starts.
+    monkeypatch.setattr("sage_jax.rollout.engine.KEPT_CALLS", 1)
+    calls = count_calls(monkeypatch, "prefill")
+    made = engine(params, slots=2, prefill_rows=1)
+    got = made.generate(with_prompts(12, lambda i: (7, i % 6)))
+    assert len(calls) > 6
+    for name in want:
+        np.testing.assert_array_equal(got[name].tokens, want[name].tokens)
+
+
+def test_new_parameters_never_meet_prefixes_of_the_old(params):
+    made = engine(params, slots=2, prefill_rows=4)
+    made.generate(rows(8))
+    other = jax.tree.map(lambda x: -x if x.ndim > 1 else x, params)
+    made.start(other)
+    got, want = made.generate(rows(8)), engine(other, slots=2, prefill_rows=4).generate(rows(8))
+    for name in want:
+        np.testing.assert_array_equal(got[name].tokens, want[name].tokens)
+
+
+def test_rows_of_a_higher_rank_start_first(params):
+    made = engine(params, slots=1, chunk=24)
+    made.submit([dataclasses.replace(row, rank=i // 2) for i, row in enumerate(rows(6))])
+    ended = []
+    while made.busy:
+        ended += [c.row.id for c in made.step()]
+    assert ended == ["r4", "r5", "r2", "r3", "r0", "r1"]
+
+
+def test_it_is_hungry_only_while_a_slot_is_free_for_a_row_not_yet_submitted(params):
+    made = engine(params, slots=3)
+    assert made.hungry
+    made.submit(rows(2))
+    assert made.hungry
+    made.submit(rows(4)[2:])
+    assert not made.hungry
+    made.generate([])
+    assert made.hungry
+
+
+def test_running_rows_are_told_with_their_tokens_longest_first(params):
+    made = engine(params, slots=3, chunk=2)
+    made.submit([dataclasses.replace(r, max_new=9, stop_ids=()) for r in rows(2)])
+    made.step()
+    made.submit([dataclasses.replace(rows(3)[2], max_new=9, stop_ids=())])
+    made.step()
+    assert made.running() == [
+        "r0 (5 of at most 9 tokens)",
+        "r1 (5 of at most 9 tokens)",
+        "r2 (3 of at most 9 tokens)",
+    ]
+
+
+def test_live_slots_count_the_steps_a_row_really_took(params):
+    made = engine(params, slots=4, chunk=8)
+    budgets = (9, 3)  # 8 and 2 steps after the token that the prefill gives
+    both = [
+        dataclasses.replace(row, max_new=budget, stop_ids=())
+        for row, budget in zip(rows(2), budgets, strict=True)
+    ]
+    made.generate(both)
+    assert (made.live_steps, made.slot_steps) == (8 + 2, 4 * 8)

@@ -32,7 +32,8 @@ from sage_jax.learn.optimizer import make_optimizer
 from sage_jax.learn.pack import TrainRow, pack
 from sage_jax.learn.update import TrainState, Update, host_metrics, init_state
 from sage_jax.models import lora, qwen
-from sage_jax.rollout.engine import Engine, Row
+from sage_jax.rollout.engine import Engine
+from sage_jax.rollout.row import Row
 from sage_jax.runtime import Placement, decode_weights, placement
 
 EOS = V - 1

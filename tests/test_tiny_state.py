@@ -8,7 +8,8 @@ from sage_jax import roles
 from sage_jax.core.rng import row_key
 from sage_jax.core.tokens import Tokens
 from sage_jax.models import hf
-from sage_jax.rollout.engine import Engine, Row
+from sage_jax.rollout.engine import Engine
+from sage_jax.rollout.row import Row
 from sage_jax.tasks.audit import break_question
 from sage_jax.tasks.task import PublicTask, Task
 from sage_jax.tasks.tiny_tasks import task_chains, task_row

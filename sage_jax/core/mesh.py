@@ -100,7 +100,7 @@ class Layout:
                         f"'{axis}' of {tuple(axes)}: map one of them to None in the rules"
                     )
                 taken[mesh_axis] = str(axis)
-            parts = math.prod(self.mesh.shape[mesh_axis] for mesh_axis in mesh_axes)
+            parts = self.parts(axis)
             if shape is not None and shape[dim] % parts:
                 raise ValueError(
                     f"axis '{axis}' of size {shape[dim]} is not divisible by mesh axis "
@@ -109,6 +109,10 @@ class Layout:
                 )
             spec.append(mesh_axes or None)
         return NamedSharding(self.mesh, PartitionSpec(*spec))
+
+    def parts(self, axis: str | None) -> int:
+        """How many shards the mesh makes of a logical axis."""
+        return math.prod(self.mesh.shape[mesh_axis] for mesh_axis in self._mesh_axes(axis))
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
         """`x`, held under jit to the sharding of its logical `axes`."""

@@ -6,14 +6,15 @@ batch. A node opens when every row of its parents is done, verdict included.
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from sage_jax import roles
 from sage_jax.config import ConfigError
+from sage_jax.core import hosts
 from sage_jax.core.rng import row_key
 from sage_jax.core.tokens import Tokens
-from sage_jax.rollout.engine import Completion, Row
+from sage_jax.rollout.row import Completion, Row
 from sage_jax.tasks.task import Task
 from sage_jax.verify import Job, Verdict
 
@@ -101,6 +102,11 @@ class Episode:
     def gates(self, kind: str) -> bool:
         return any(kind in node.parents for node in self.nodes)
 
+    def chain(self, node: Node) -> int:
+        """The most rows and verdicts that come one after another from this node on, its own too."""
+        own = 1 + (node.job is not _no_job)
+        return own + max((self.chain(n) for n in self.nodes if node.kind in n.parents), default=0)
+
 
 class Player:
     """Turns prompts into rows and completions into parsed samples.
@@ -128,7 +134,7 @@ class Player:
             ) from error
         return None if ids is None else tuple(ids)
 
-    def row(self, sample: Sample, episode_id: str, index: int) -> Row:
+    def row(self, sample: Sample, episode_id: str, index: int, rank: int) -> Row:
         key = row_key(self.config.seed, self.step, episode_id, sample.kind, index)
         return Row(
             id=sample.id,
@@ -137,6 +143,7 @@ class Player:
             max_new=self.config.rollout.max_new[sample.role],
             stop_ids=self.tokens.stop_ids,
             temperature=self.temperature,
+            rank=rank,
         )
 
     def read(self, sample: Sample) -> None:
@@ -152,22 +159,43 @@ class Clock:
 
     verify: float = 0.0
 
+    def wait(self, run: "_Run", wanted: set[str], stage: "Stage") -> None:
+        started = time.monotonic()
+        run.collect(wanted, stage)
+        self.verify += time.monotonic() - started
+
 
 class Cancelled(RuntimeError):
     """The run was asked to stop in the middle of a rollout."""
 
 
+# Decode chunks that a verdict may take before the batch is held up for it.
+PATIENCE = 4
+# Seconds without any verdict after which the verifier counts as broken: its own limits are far
+# below. A broken one must mask rows, not stop the run.
+SILENCE = 300.0
+
+Stage = Callable[[str, Callable[[], Iterable[str]]], None]
+
+
 class _Run:
     """The bookkeeping of one `play`."""
 
-    def __init__(self, verifier, player, stage):
-        self.verifier, self.player, self.stage = verifier, player, stage
+    def __init__(self, verifier, player: Player, episodes: Sequence[Episode]):
+        self.verifier, self.player = verifier, player
         self.rows: dict[str, tuple[Episode, Sample]] = {}
         self.jobs: dict[str, tuple[Episode, Sample]] = {}
+        self.asked: dict[str, int] = {}  # job -> the chunk it was asked in
         self.verdicts: dict[str, Verdict] = {}
+        self.moved = {episode.id: episode for episode in episodes}
+        self.chunks = 0
 
-    def open(self, episode: Episode) -> list[Row]:
-        """Rows of the nodes of this episode that can start now."""
+    def open(self) -> list[Row]:
+        """Rows that can start now, of the episodes in which something was done."""
+        moved, self.moved = self.moved, {}
+        return [row for episode in moved.values() for row in self._open(episode)]
+
+    def _open(self, episode: Episode) -> list[Row]:
         rows = []
         for node in episode.nodes:
             if node.kind in episode.samples or not all(map(episode.done, node.parents)):
@@ -185,6 +213,9 @@ class _Run:
         if prompt is None:
             return []
         parents = tuple(s.id for kind in node.parents for s in episode.samples[kind])
+        # The longest chains first, and among equals programs, which take longest to judge: what is
+        # left for the end is short and waits for nothing.
+        rank = 2 * episode.chain(node) + (episode.task.public.domain == "code")
         rows = []
         for index in range(node.fan_out):
             sample = Sample(
@@ -199,7 +230,7 @@ class _Run:
                 group=(episode.id, node.kind),
             )
             episode.samples[node.kind].append(sample)
-            row = self.player.row(sample, episode.id, index)
+            row = self.player.row(sample, episode.id, index, rank)
             self.rows[sample.id] = (episode, sample)
             rows.append(row)
         return rows
@@ -218,32 +249,53 @@ class _Run:
             self._close(episode, sample)
         else:
             self.jobs[job.id] = (episode, sample)
+            self.asked[job.id] = self.chunks
             self.verifier.submit(job)
 
     def _close(self, episode: Episode, sample: Sample) -> None:
         sample.done = True
+        self.moved[episode.id] = episode
         self._settle(episode.node(sample.kind), episode)
 
-    def collect(self, wanted: set[str]) -> None:
-        """Take in verdicts until none of `wanted` is open."""
-        while True:
-            open_ids = wanted & self.jobs.keys()
-            missing = open_ids - self.verdicts.keys()
-            if missing:
-                self.stage("verify", sorted(missing))
-            self.verdicts.update(self.verifier.poll(0.05 if missing else 0.0))
-            if open_ids <= self.verdicts.keys():
-                break
+    def due(self, engine) -> set[str]:
+        """Jobs whose verdicts open other rows, and that the batch has to wait for now.
+
+        None while all slots are taken or about to be; then those asked for some chunks ago; all
+        when nothing else is left to run. How fast the verifier is has no say in it, so the rows
+        start in the same order in every run and on every process.
+        """
+        if not engine.hungry:
+            return set()
+        latest = self.chunks - (PATIENCE if engine.busy else 0)
+        return {
+            job_id
+            for job_id, (episode, sample) in self.jobs.items()
+            if self.asked[job_id] <= latest and episode.gates(sample.kind)
+        }
+
+    def collect(self, wanted: set[str], stage: Stage) -> None:
+        """Take in the verdicts of `wanted`, and wait for them."""
+        heard = time.monotonic()
+        while missing := wanted - self.verdicts.keys():
+            stage("verify", lambda missing=missing: self._waits(missing))
+            if news := self.verifier.poll(0.05):
+                heard = time.monotonic()
+                self.verdicts.update(news)
+            elif hosts.any_of(time.monotonic() - heard > SILENCE):  # clocks differ
+                lost = Verdict("error", "verifier_error", 1000 * SILENCE)
+                self.verdicts.update(dict.fromkeys(missing, lost))
         # Verdicts are applied in the order of their ids, never of their arrival.
-        for job_id in sorted(open_ids):
+        for job_id in sorted(wanted):
             episode, sample = self.jobs.pop(job_id)
             sample.verdict = self.verdicts.pop(job_id)
             sample.masked = sample.verdict.masked
             self._close(episode, sample)
 
-    def gating_jobs(self) -> set[str]:
-        """Open jobs whose verdict other rows of the episode wait for."""
-        return {i for i, (episode, s) in self.jobs.items() if episode.gates(s.kind)}
+    def _waits(self, missing: set[str]) -> list[str]:
+        """For people: what is waited for and how long, the longest first."""
+        waiting = self.verifier.waiting()
+        rows = sorted((-waiting.get(job_id, 0.0), job_id) for job_id in missing)
+        return [f"{job_id} ({-seconds:.0f} s)" for seconds, job_id in rows]
 
 
 def play(
@@ -252,32 +304,28 @@ def play(
     episodes: Sequence[Episode],
     player: Player,
     *,
-    stage: Callable[[str, list[str]], None] = lambda name, ids: None,
+    stage: Stage = lambda name, pending: None,
     stop: Callable[[], bool] = lambda: False,
 ) -> Clock:
     """Run every episode through the graph in one batch; fills in their samples.
 
-    Verdicts that open other rows are awaited one decode chunk after they were asked for: the
-    verifier works meanwhile, and the order of rows does not depend on how fast it was. Raises
-    Cancelled when `stop()` turns true between two chunks.
+    The verifier works while the batch decodes, see `_Run.due`. `stage` is told what runs, with a
+    function that names the rows in question. Raises Cancelled when `stop()` turns true between two
+    chunks.
     """
-    run, clock = _Run(verifier, player, stage), Clock()
+    run, clock = _Run(verifier, player, episodes), Clock()
     while True:
-        rows = [row for episode in episodes for row in run.open(episode)]
-        engine.submit(rows)
-        due = run.gating_jobs()
-        if not engine.busy and not rows and not due:
-            break
-        if engine.busy:
-            stage("rollout", list(run.rows))
-            for completion in engine.step():
-                run.finish(completion)
+        engine.submit(run.open())
         if stop():
             raise Cancelled("stopped in the middle of a rollout")
-        started = time.monotonic()
-        run.collect(due)
-        clock.verify += time.monotonic() - started
-    started = time.monotonic()
-    run.collect(set(run.jobs))
-    clock.verify += time.monotonic() - started
+        if due := run.due(engine):
+            clock.wait(run, due, stage)
+        elif engine.busy:
+            stage("rollout", engine.running)
+            for completion in engine.step():
+                run.finish(completion)
+            run.chunks += 1
+        else:
+            break
+    clock.wait(run, set(run.jobs), stage)
     return clock

@@ -119,7 +119,9 @@ _TABLE = {
     "tokens/generated": Metric("tokens", "response tokens sampled in this step"),
     "tokens/trained": Metric("tokens", "response tokens in this step's loss"),
     "padding/update": Metric("0..1", "share of padded positions in the update's batches", "< 0.5"),
-    "live_slots": Metric("0..1", "mean share of decode slots that hold a live row", "> 0.5"),
+    "live_slots": Metric(
+        "0..1", "share of decode slots and steps in which a row was live", "> 0.5"
+    ),
     "pool/size": Metric("tasks", "seeds and admitted tasks in the pool after the step"),
     "pool/size_<domain>": Metric("tasks", "the same, of one domain"),
     "pool/admitted": Metric("tasks", "candidates admitted in this step"),

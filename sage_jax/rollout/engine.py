@@ -2,11 +2,9 @@
 
 `submit` queues rows, `step` admits, decodes a chunk and returns what has finished; freed slots are
 refilled on the next `step`. All host decisions follow from the rows and the step count alone, so
-that a resumed or repeated run takes the same ones.
+that a resumed or repeated run takes the same ones, and so does every process of a run of several.
 """
 
-import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterable
 
 import jax
@@ -16,38 +14,19 @@ import numpy as np
 from sage_jax.core.mesh import Layout, put
 from sage_jax.models.qwen import QwenConfig
 from sage_jax.rollout import decode as programs
+from sage_jax.rollout.admission import (
+    Call,
+    Prefilled,
+    PrefixCache,
+    Prompt,
+    Queue,
+    bucket_of,
+    plan_calls,
+)
+from sage_jax.rollout.row import Completion, Row
 
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One completion to sample. `key` uint32 [2] from core.rng.row_key; temperature 0 is greedy;
-    top_k 0, top_p 1 and min_p 0 are off."""
-
-    id: str
-    prompt: tuple[int, ...]
-    key: tuple[int, int]
-    max_new: int
-    stop_ids: tuple[int, ...]
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-
-
-@dataclasses.dataclass(frozen=True)
-class Completion:
-    """Sampled tokens int32 [c] with the stop token, their log-probs fp32 [c] of the untruncated
-    distribution at the row's temperature, and why it ended: 'stop' or 'length'."""
-
-    row: Row
-    tokens: np.ndarray
-    logps: np.ndarray
-    finish: str
-
-
-def bucket_of(length: int, buckets: tuple[int, ...]) -> int:
-    """The smallest bucket that holds `length`."""
-    return next(b for b in buckets if b >= length)
+# Prefill calls kept for rows that wait, each [prefill_rows, bucket] of cache.
+KEPT_CALLS = 4
 
 
 class Engine:
@@ -81,12 +60,16 @@ class Engine:
     ):
         self.notice = notice
         self.cfg, self.buckets, self.max_new, self.chunk = cfg, tuple(buckets), max_new, chunk
-        self.prefill_rows = prefill_rows
+        # A call for a few late prompts need not pay for a full one.
+        shares = 1 if layout is None else layout.parts("batch")
+        few = shares * -(-prefill_rows // (4 * shares))
+        self.prefill_rows = tuple(sorted({few, prefill_rows}))
         self._static = {"cfg": cfg, "dtype": dtype, "layout": layout}
         self._everywhere = None if layout is None else layout.sharding(())
         self._rows: list[Row | None] = [None] * slots
-        self._longest = np.zeros(slots, np.int64)
-        self._queue: deque[Row] = deque()
+        self._count_s = np.zeros(slots, np.int64)  # tokens sampled
+        self._queue = Queue()
+        self._prefilled = PrefixCache(KEPT_CALLS)
         self._params = None
         self._slots = programs.empty_slots(cfg, slots, self.buckets[-1], max_new, dtype, layout)
         self.shapes: set[tuple] = set()
@@ -97,6 +80,7 @@ class Engine:
         """Use these parameters, already in compute type and decode layout, from now on."""
         if self.busy:
             raise RuntimeError("Engine.start: rows are still running on the former parameters")
+        self._prefilled.clear()
         self._params = params
 
     @property
@@ -104,12 +88,26 @@ class Engine:
         """True while a row is queued or running."""
         return bool(self._queue) or any(row is not None for row in self._rows)
 
+    @property
+    def hungry(self) -> bool:
+        """True while a slot is free that no queued row is going to take."""
+        return self._rows.count(None) > len(self._queue)
+
+    def running(self) -> list[str]:
+        """Rows in slots with the tokens they have so far, the longest first; for people."""
+        rows = [(int(self._count_s[i]), row) for i, row in enumerate(self._rows) if row is not None]
+        return [
+            f"{row.id} ({count} of at most {row.max_new} tokens)"
+            for count, row in sorted(rows, key=lambda pair: -pair[0])
+        ]
+
     def submit(self, rows: Iterable[Row]) -> None:
-        """Queue rows; they start in this order as slots become free. ValueError for unfit ones."""
+        """Queue rows; they start by rank, then in this order, as slots become free. ValueError for
+        unfit ones."""
         rows = list(rows)
         for row in rows:
             self._check(row)
-        self._queue.extend(rows)
+        self._queue.push(rows)
 
     def _check(self, row: Row) -> None:
         limit = self.buckets[-1]
@@ -137,22 +135,21 @@ class Engine:
         if self._params is None:
             raise RuntimeError("Engine.step: call start(params) first")
         self._admit()
-        running = [i for i, row in enumerate(self._rows) if row is not None]
-        if not running:
+        live = [(len(r.prompt), n) for r, n in zip(self._rows, self._count_s, strict=True) if r]
+        if not live:
             return []
-        reach = min(int(self._longest[running].max()) + self.chunk, self.buckets[-1])
+        reach = min(max(map(sum, live)) + self.chunk, self.buckets[-1])
         read_length = bucket_of(reach, self.buckets)
-        self._about_to_run(("decode", read_length))
+        self._about_to_run("decode", read_length)
         self._slots = programs.decode(
             self._params, self._slots, steps=self.chunk, read_length=read_length, **self._static
         )
-        self._longest[running] += self.chunk
         return self._harvest()
 
-    def _about_to_run(self, shape: tuple[str, int]) -> None:
-        if shape not in self.shapes:
-            self.notice(f"compiling {shape[0]} for {shape[1]} tokens")
-            self.shapes.add(shape)
+    def _about_to_run(self, name: str, *shape: int) -> None:
+        if (name, *shape) not in self.shapes:
+            self.notice(f"compiling {name} for {' x '.join(map(str, shape))} tokens")
+            self.shapes.add((name, *shape))
 
     def generate(self, rows: Iterable[Row]) -> dict[str, Completion]:
         """All rows to their end, keyed by row id."""
@@ -163,46 +160,39 @@ class Engine:
         return done
 
     def _admit(self) -> None:
-        free = [i for i, row in enumerate(self._rows) if row is None]
-        starting: dict[tuple[int, ...], list[tuple[int, Row]]] = {}
-        for slot in free:
+        starting: dict[Prompt, list[tuple[int, Row]]] = {}
+        for slot in [i for i, row in enumerate(self._rows) if row is None]:
             if not self._queue:
                 break
-            row = self._queue.popleft()
+            row = self._queue.pop()
             self._rows[slot] = row
-            self._longest[slot] = len(row.prompt) + 1
             starting.setdefault(row.prompt, []).append((slot, row))
-        by_bucket: dict[int, list[tuple[int, ...]]] = {}
-        for prompt in starting:
-            by_bucket.setdefault(bucket_of(len(prompt), self.buckets), []).append(prompt)
-        for length in sorted(by_bucket):
-            prompts = by_bucket[length]
-            for first in range(0, len(prompts), self.prefill_rows):
-                group = prompts[first : first + self.prefill_rows]
-                self._start_group(length, group, [starting[p] for p in group])
+        absent = [prompt for prompt in starting if prompt not in self._prefilled]
+        ahead = [p for p in self._queue.ahead(len(self._rows)) if p not in self._prefilled]
+        for call in plan_calls(absent, ahead, self.prefill_rows, self.buckets):
+            self._prefilled.put(self._prefill(call))
+        for source in self._prefilled.calls:
+            if members := {p: starting[p] for p in source.rows if p in starting}:
+                self._insert(source, members)
+        self._prefilled.tidy(self._queue.wants)
 
-    def _start_group(self, length, prompts, members) -> None:
-        """Prefill each distinct prompt once and insert it into all the slots that want it."""
-        self._about_to_run(("prefill", length))
-        self._about_to_run(("insert", length))
-        tokens_bp, lengths_b, source_s, facts = self._to_device(length, prompts, members)
+    def _prefill(self, call: Call) -> Prefilled:
+        self._about_to_run("prefill", call.rows, call.length)
+        tokens_bp = np.zeros((call.rows, call.length), np.int32)
+        lengths_b = np.ones(call.rows, np.int32)
+        for b, prompt in enumerate(call.prompts):
+            tokens_bp[b, : len(prompt)] = prompt
+            lengths_b[b] = len(prompt)
+        tokens_bp, lengths_b = self._to_device((tokens_bp, lengths_b))
         hidden_bd, prefix = programs.prefill(self._params, tokens_bp, lengths_b, **self._static)
-        self._slots = programs.insert(
-            self._params,
-            self._slots,
-            hidden_bd,
-            prefix,
-            lengths_b,
-            source_s,
-            facts,
-            **self._static,
-        )
+        rows = {prompt: b for b, prompt in enumerate(call.prompts)}
+        return Prefilled(rows, hidden_bd, prefix, lengths_b)
 
-    def _to_device(self, length, prompts, members):
-        """The only host-to-device transfer of a rollout, once a prefill group."""
+    def _insert(self, source: Prefilled, members: dict[Prompt, list[tuple[int, Row]]]) -> None:
+        """Start rows in their slots, all that share a prompt from the same prefill."""
+        rows, length = source.prefix["k"].shape[1:3]
+        self._about_to_run("insert", rows, length)
         slots = len(self._rows)
-        tokens_bp = np.zeros((self.prefill_rows, length), np.int32)
-        lengths_b = np.ones(self.prefill_rows, np.int32)
         source_s = np.full(slots, -1, np.int32)
         facts = programs.RowFacts(
             np.zeros((slots, 2), np.uint32),
@@ -213,11 +203,9 @@ class Engine:
             np.full((slots, programs.MAX_STOPS), -1, np.int32),
             np.zeros(slots, np.int32),
         )
-        for source, (prompt, rows) in enumerate(zip(prompts, members, strict=True)):
-            tokens_bp[source, : len(prompt)] = prompt
-            lengths_b[source] = len(prompt)
-            for slot, row in rows:
-                source_s[slot] = source
+        for prompt, started in members.items():
+            for slot, row in started:
+                source_s[slot] = source.rows[prompt]
                 facts.key_s2[slot] = row.key
                 facts.temperature_s[slot] = row.temperature
                 facts.cut.top_k_s[slot] = row.top_k
@@ -225,16 +213,33 @@ class Engine:
                 facts.cut.min_p_s[slot] = row.min_p
                 facts.stop_sn[slot, : len(row.stop_ids)] = row.stop_ids
                 facts.budget_s[slot] = row.max_new
+                self._count_s[slot] = 1
+        source_s, facts = self._to_device((source_s, facts))
+        self._slots = programs.insert(
+            self._params,
+            self._slots,
+            source.hidden_bd,
+            source.prefix,
+            source.lengths_b,
+            source_s,
+            facts,
+            **self._static,
+        )
+
+    def _to_device(self, arrays):
+        """The only host-to-device transfers of a rollout: one a prefill and one an insert."""
         self.transfers += 1
-        return put((tokens_bp, lengths_b, source_s, facts), self._everywhere)
+        return put(arrays, self._everywhere)
 
     def _harvest(self) -> list[Completion]:
         """The only device-to-host transfers of a rollout: flags each step, tokens when needed."""
         live_s, count_s = jax.device_get((self._slots.live_s, self._slots.count_s))
         self.transfers += 1
         running = [(i, row) for i, row in enumerate(self._rows) if row is not None]
-        self.live_steps += len(running)
-        self.slot_steps += len(self._rows)
+        decoded_s = count_s - self._count_s
+        self._count_s[:] = count_s
+        self.live_steps += sum(int(decoded_s[i]) for i, _ in running)
+        self.slot_steps += len(self._rows) * max(int(decoded_s[i]) for i, _ in running)
         ended = [(i, row) for i, row in running if not live_s[i]]
         if not ended:
             return []
