@@ -13,10 +13,23 @@ from pathlib import Path
 
 import jax
 import numpy as np
+import test_engine
+import test_lora
+import test_update
 from flax.traverse_util import flatten_dict, unflatten_dict
+from test_train import small_config
 
+from sage_jax import modes
 from sage_jax.core import distributed, hosts
-from sage_jax.core.ending import ProcessError
+from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh, put, whole
+from sage_jax.learn.pack import pack
+from sage_jax.learn.update import host_metrics
+from sage_jax.models import hf, qwen
+from sage_jax.models.lora import adapter_table
+from sage_jax.rollout.engine import Engine
+from sage_jax.rollout.verdicts import SharedVerifier
+from sage_jax.runtime import ASSETS, Placement, decode_weights
+from sage_jax.verify import Job, Verdict
 
 MESHES = [(8, 1, 1), (2, 4, 1), (1, 2, 4)]
 GENERATE = [
@@ -28,9 +41,6 @@ SCORE = [{"id": "x", "tokens": [1, 2, 3, 4]}, {"id": "y", "tokens": list(range(5
 
 
 def main(folder):
-    import faulthandler
-
-    faulthandler.dump_traceback_later(200)
     distributed.HEARTBEAT_TIMEOUT = 10
     distributed.start()
     facts, arrays = {}, {}
@@ -41,7 +51,7 @@ def main(folder):
             arrays |= {f"{name} {sizes} {key}": value for key, value in values.items()}
     facts["tokens"] = tokens()
     export(folder)
-    facts["modes"] = modes(folder)
+    facts["modes"] = every_mode(folder)
     (folder / f"facts{hosts.index()}.json").write_text(json.dumps(facts))
     if hosts.first():
         np.savez(folder / "arrays.npz", **arrays)
@@ -94,7 +104,6 @@ class Judge:
         self.jobs.append((job, time.monotonic() + 0.3 * hosts.index()))
 
     def poll(self, timeout=0.0):
-        from sage_jax.verify import Verdict
 
         time.sleep(timeout)
         done = [job for job, due in self.jobs if due <= time.monotonic()]
@@ -103,8 +112,6 @@ class Judge:
 
 
 def verdicts():
-    from sage_jax.rollout.verdicts import SharedVerifier
-    from sage_jax.verify import Job
 
     shared = SharedVerifier(Judge())
     for i, answer in enumerate("abcdcb"):
@@ -132,10 +139,6 @@ def verdicts():
 
 def training(sizes):
     """Loss, gradients, one update and samples after it, of full fine-tuning and of an adapter."""
-    import test_lora
-    import test_update
-    from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh
-    from sage_jax.runtime import Placement
 
     place = Placement(None, None, {})
     if sizes:
@@ -152,9 +155,6 @@ def training(sizes):
 
 def some_adapter(layout):
     """An adapter with both factors random, the same on any mesh."""
-    import test_lora
-    from sage_jax.core.mesh import put
-    from sage_jax.models.lora import adapter_table
 
     rng, factors = np.random.default_rng(0), {}
     for name, p in adapter_table(test_lora.CFG, test_lora.RANK).items():
@@ -164,11 +164,6 @@ def some_adapter(layout):
 
 
 def one_update(update, state, place):
-    import test_lora
-    import test_update
-    from sage_jax.core.mesh import whole
-    from sage_jax.learn.pack import pack
-    from sage_jax.learn.update import host_metrics
 
     packed = pack(test_update.make_rows(), test_update.ROLES, [12], 8)
     grads = test_update.gradients(update, state, packed).grads
@@ -190,11 +185,6 @@ def flat(tree):
 
 def tokens():
     """Ids of many rows on few slots, by row."""
-    import test_engine
-    from sage_jax.core.mesh import DECODE_RULES, Layout, make_mesh
-    from sage_jax.models import qwen
-    from sage_jax.rollout.engine import Engine
-    from sage_jax.runtime import Placement, decode_weights
 
     layout = Layout(make_mesh(2, 2, 2), DECODE_RULES)
     params = qwen.init(test_engine.CFG, jax.random.key(0), layout=layout)
@@ -214,20 +204,14 @@ def tokens():
 
 
 def export(folder):
-    from sage_jax.core.mesh import UPDATE_RULES, Layout, make_mesh
-    from sage_jax.models import hf
-    from sage_jax.runtime import ASSETS
 
     layout = Layout(make_mesh(2, 2, 2), UPDATE_RULES)
     params, cfg = hf.load(ASSETS / "tiny-qwen3", layout=layout)
     hf.export(params, cfg, folder / "exported")
 
 
-def modes(folder):
+def every_mode(folder):
     """Exit codes of generate, score and eval."""
-    from test_train import small_config
-
-    from sage_jax import modes
 
     config = small_config("asset:tiny-qwen3", mesh__data=2, mesh__fsdp=2, mesh__tensor=2)
     codes = []

@@ -14,6 +14,7 @@ from sage_jax.core.checkpoint import CheckpointError, Checkpoints
 from sage_jax.learn.update import TrainState
 from sage_jax.report.progress import Progress
 from sage_jax.resume import changed_fields, restore_newest, saved_parts
+from sage_jax.runtime import Model
 
 # Orbax leaves its other readers of a damaged checkpoint unawaited.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -52,11 +53,12 @@ def copy(written, tmp_path):
 
 def newest(folder, config, like=None):
     """(step, trees, host, what was said) of `restore_newest`."""
-    said = io.StringIO()
+    said, like = io.StringIO(), like or state(0)
+    model = Model(like.params, None, None, folder)
     checkpoints = Checkpoints(folder, keep=2)
     with Progress(9, stream=said, quiet=True, heartbeat=0) as progress:
         try:
-            found = restore_newest(checkpoints, like or state(0), config, progress)
+            found = restore_newest(checkpoints, like, model, config, progress)
         finally:
             checkpoints.close()
     return *found, said.getvalue()

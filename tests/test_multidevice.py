@@ -20,20 +20,11 @@ def meshed(folder, mesh):
     return small_config(folder, train__steps=2, **{f"mesh__{a}": n for a, n in sizes.items()})
 
 
-@pytest.fixture(scope="module")
-def single(tiny_asset, tmp_path_factory):
-    config = meshed(tiny_asset, {})
-    workdir = tmp_path_factory.mktemp("single")
-    assert modes.run_train(job(config, workdir), lambda: False) == 0
-    with start(config, workdir, lambda: False) as run:
-        return workdir, jax.device_get(run.state.params)
-
-
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_two_updates_on_any_mesh_equal_those_of_one_device(single, tiny_asset, tmp_path, mesh):
+def test_two_updates_on_any_mesh_equal_those_of_one_device(single_run, tiny_asset, tmp_path, mesh):
     config = meshed(tiny_asset, mesh)
     assert modes.run_train(job(config, tmp_path), lambda: False) == 0
-    workdir, params = single
+    workdir, params = single_run
     for got, want in zip(rows(tmp_path), rows(workdir), strict=True):
         assert got.keys() == want.keys()
         for name in want:

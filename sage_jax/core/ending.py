@@ -56,7 +56,7 @@ class Peers:
             self._client.key_value_set(KEY, failure)
         except RuntimeError:  # another has failed before, or the service is gone
             return
-        self._over.wait(2 * LISTEN)  # process 0 keeps the service: the others must have heard
+        self._linger()
 
     def _listen(self) -> None:
         while not self._over.wait(LISTEN):
@@ -67,7 +67,13 @@ class Peers:
             if failure["process"] != self._index:
                 why = f"process {failure['process']} of this run has failed: {failure['why']}"
                 print(f"sage_jax: {why}; this process ends as well", file=sys.stderr, flush=True)
+                self._linger()
                 _end(failure["code"])
+
+    def _linger(self) -> None:
+        """The service is process 0's: without it the others are aborted before they have heard."""
+        if self._index == 0:
+            self._over.wait(3 * LISTEN)
 
 
 _peers: Peers | None = None
