@@ -83,6 +83,7 @@ def placement(config) -> Placement:
             f"lora.rank={config.lora.rank}: must be a multiple of mesh.fsdp="
             f"{mesh.shape['fsdp']}, over which the factors are split; change one of them"
         )
+    hosts.meet(mesh)
     layouts = (Layout(mesh, UPDATE_RULES), Layout(mesh, DECODE_RULES))
     return Placement(*layouts, dict(mesh.shape))
 

@@ -43,15 +43,20 @@ SCORE = [{"id": "x", "tokens": [1, 2, 3, 4]}, {"id": "y", "tokens": list(range(5
 def main(folder):
     distributed.HEARTBEAT_TIMEOUT = 10
     distributed.start()
+    for sizes in (*MESHES, (2, 2, 2)):
+        hosts.meet(make_mesh(*sizes))
     facts, arrays = {}, {}
     facts["hosts"] = host_facts(folder)
     facts["verdicts"] = verdicts()
     for sizes in MESHES:
         for name, values in training(sizes).items():
             arrays |= {f"{name} {sizes} {key}": value for key, value in values.items()}
+        print("trained on", sizes, time.process_time(), flush=True)
     facts["tokens"] = tokens()
     export(folder)
+    print("exported", time.process_time(), flush=True)
     facts["modes"] = every_mode(folder)
+    print("went through all modes", time.process_time(), flush=True)
     (folder / f"facts{hosts.index()}.json").write_text(json.dumps(facts))
     if hosts.first():
         np.savez(folder / "arrays.npz", **arrays)

@@ -22,6 +22,8 @@ class Pair:
             "NUM_PROCESSES": "2",
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            # Programs run for moments here, and each process compiles them anew.
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
         }
         self._logs = [folder / f"log{i}" for i in range(2)]

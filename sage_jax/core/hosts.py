@@ -7,6 +7,7 @@ A single process gathers nothing and waits for nobody.
 """
 
 import contextlib
+import itertools
 import json
 import secrets
 import time
@@ -17,6 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sage_jax.core.ending import ProcessError
 
@@ -59,6 +61,30 @@ def gather(value: Any) -> list[Any]:
     padded[: len(text)] = np.frombuffer(text, np.uint8)
     texts = [row[:size].tobytes() for row, size in zip(_all(padded), sizes, strict=True)]
     return [json.loads(text) if text else "" for text in texts]
+
+
+def meet(mesh: Mesh) -> None:
+    """Connect the devices of each set of axes now, while all processes are at the same point.
+
+    Done at the first use, gloo (the collectives of CPUs) gives up when one process comes to it 30 s
+    after another, as happens when it compiles longer.
+    """
+    if count() == 1 or jax.default_backend() != "cpu":
+        return
+    axes = mesh.axis_names
+    groups = [g for n in range(len(axes)) for g in itertools.combinations(axes, n + 1)]
+    rest = [PartitionSpec(tuple(a for a in axes if a not in group)) for group in groups]
+
+    def sums(x_1: jax.Array) -> list[jax.Array]:
+        return [jax.lax.psum(x_1, group) for group in groups]
+
+    where = PartitionSpec(axes)
+    over_all = jax.shard_map(sums, mesh=mesh, in_specs=where, out_specs=rest)
+    ones = jax.make_array_from_callback(
+        (mesh.size,), NamedSharding(mesh, where), lambda index: np.ones(mesh.size)[index]
+    )
+    gather("")
+    jax.block_until_ready(jax.jit(over_all)(ones))
 
 
 def any_of(flag: bool) -> bool:
