@@ -55,6 +55,13 @@ SCHEMA: dict[str, Field] = {
     "model.remat": Field(
         "none", "policy", "what the backward pass recomputes", choices=("none", "dots", "full")
     ),
+    "model.attention": Field(
+        "auto",
+        "program",
+        "of whole rows; auto: xla up to 256 tokens, then splash on TPU, cudnn on GPU where a row "
+        "has its sequence to itself, else blocked",
+        choices=("auto", "xla", "blocked", "splash", "cudnn"),
+    ),
     "lora.rank": Field(0, "rank", "adapter on all linear layers; 0: train all weights", 0, 4096),
     "lora.alpha": Field(
         0.0, "number", "adapter output times alpha / rank; 0: twice the rank, as in TRL", 0, 1e6
@@ -138,8 +145,7 @@ SCHEMA: dict[str, Field] = {
         "constant", "name", "after warm-up", choices=("constant", "cosine", "linear")
     ),
     "optim.warmup_steps": Field(0, "steps", "linear warm-up", 0),
-    "optim.b1": Field(0.9, "decay", "Adam first moment", 0, 0.9999),
-    "optim.b2": Field(0.999, "decay", "Adam second moment", 0, 0.99999),
+    "optim.betas": Field((0.9, 0.999), "decay", "Adam's first and second moment"),
     "optim.eps": Field(1e-8, "number", "Adam epsilon", 1e-16, 1e-2),
     "optim.weight_decay": Field(0.0, "rate", "decoupled weight decay", 0, 1),
     "optim.clip_norm": Field(1.0, "norm", "global gradient norm limit", 1e-6),
@@ -190,7 +196,7 @@ SCHEMA: dict[str, Field] = {
     "sft.length": Field(128, "tokens", "longest demonstration, prompt included", 8),
     "sft.lr": Field(3e-3, "rate", "peak learning rate", 0, 1),
     "sft.warmup_steps": Field(100, "steps", "linear warm-up, then cosine to a tenth", 0),
-    "report.heartbeat": Field(30.0, "seconds", "silence after which the stage is named", 0.1),
+    "report.heartbeat": Field(20.0, "seconds", "silence after which the stage is named", 0.1),
     "report.quiet": Field(False, "flag", "no progress lines"),
 }
 
@@ -302,6 +308,9 @@ def _cross_problems(c: Any) -> list[str]:
             type(w) in (int, float) and 0 <= w <= LARGEST[float] for w in weights
         ):
             problems.append(f"method.{name}={weights!r}: give {size} numbers >= 0")
+    betas = c.optim.betas
+    if len(betas) != 2 or not all(type(b) in (int, float) and 0 <= b < 1 for b in betas):
+        problems.append(f"optim.betas={betas!r}: give 2 numbers from 0 up and below 1")
     if c.optim.warmup_steps > c.train.steps > 0:
         problems.append(
             f"optim.warmup_steps={c.optim.warmup_steps}: longer than train.steps="

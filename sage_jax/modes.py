@@ -294,6 +294,7 @@ def run_sft(job: Job, stop) -> int:
         prompts=c.method.prompts,
         dtype=c.model.dtype,
         remat=c.model.remat,
+        attention=c.model.attention,
         checkpoint_every=c.checkpoint.every or c.sft.steps,
     )
     with sole_use(job.workdir):

@@ -296,6 +296,7 @@ def _score_batch(config, model: Model, place: Placement, batch: list[dict]) -> d
         temperature_b,
         dtype=config.model.dtype,
         layout=place.update,
+        attend=config.model.attention,
         chunk=config.optim.logit_chunk,
     )
     logp_bt = whole(logp_bt)
@@ -305,4 +306,4 @@ def _score_batch(config, model: Model, place: Placement, batch: list[dict]) -> d
     }
 
 
-_token_logps = jax.jit(token_logps, static_argnames=("cfg", "dtype", "layout", "chunk"))
+_token_logps = jax.jit(token_logps, static_argnames=("cfg", "dtype", "layout", "attend", "chunk"))

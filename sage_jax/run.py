@@ -121,6 +121,7 @@ def update_settings(config) -> UpdateSettings:
         role_weights=dict(o.role_weights),
         chunk=o.logit_chunk,
         remat=config.model.remat,
+        attention=config.model.attention,
         dtype=config.model.dtype,
         lora_scale=adapter.scale if adapter else 0.0,
     )

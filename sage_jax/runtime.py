@@ -49,11 +49,15 @@ def enable_compilation_cache() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """Where arrays live: None on a single device, else one layout for updates, one for decoding."""
+    """Where arrays live: None on a single device, else one layout for updates, one for decoding.
+
+    `apart`: the sampler's weights are `qwen.apart`.
+    """
 
     update: Layout | None
     decode: Layout | None
     shape: dict[str, int]
+    apart: bool = False
 
 
 def placement(config) -> Placement:
@@ -62,7 +66,8 @@ def placement(config) -> Placement:
     shape = {"data": m.data, "fsdp": m.fsdp, "tensor": m.tensor}
     alone = all(size == 1 for size in shape.values()) and hosts.count() == 1
     if alone or (jax.device_count() == 1 and all(size in (1, -1) for size in shape.values())):
-        return Placement(None, None, dict.fromkeys(shape, 1))
+        on_cpu = jax.default_backend() == "cpu"
+        return Placement(None, None, dict.fromkeys(shape, 1), apart=on_cpu)
     try:
         mesh = make_mesh(**shape)
     except ValueError as error:
@@ -237,7 +242,8 @@ class CompileCounter:
 def decode_weights(params: dict, cfg: qwen.QwenConfig, place: Placement, dtype: str) -> dict:
     """Weights in compute type and decode layout: cast and resharded once, not per token.
 
-    `params`: a model's, an adapter's, or both attached. What is in place already is not copied.
+    `params`: a model's, an adapter's, or both attached. What is in place already is not copied,
+    unless layers are set apart.
     """
     flat: dict[str, Any] = dict(flatten_dict(params, sep="."))
     table = qwen.param_table(cfg) | lora.adapter_table(cfg, lora.rank_of(params))
@@ -255,7 +261,8 @@ def decode_weights(params: dict, cfg: qwen.QwenConfig, place: Placement, dtype: 
     rest = {name: x for name, x in flat.items() if name not in ready}
     placed = tuple((name, axes[name]) for name in rest)
     cast = _cast(rest, axes=placed, dtype=dtype, layout=place.decode) if rest else {}
-    return unflatten_dict({name: (ready | cast)[name] for name in flat}, sep=".")
+    weights = unflatten_dict({name: (ready | cast)[name] for name in flat}, sep=".")
+    return qwen.apart(weights) if place.apart else weights
 
 
 @partial(jax.jit, static_argnames=("axes", "dtype", "layout"))

@@ -57,6 +57,7 @@ class SftSettings:
     from_scratch: bool = False
     dtype: str = "float32"
     remat: str = "full"  # less memory traffic, so on a CPU it is the faster choice as well
+    attention: str = "auto"
     checkpoint_every: int = 500
     log_every: int = 50
 
@@ -281,6 +282,7 @@ def make_programs(settings: SftSettings, cfg: QwenConfig, tx: optax.GradientTran
             micro.temperature_b,
             dtype=dtype,
             remat=settings.remat,
+            attend=settings.attention,
             chunk=1024,
         )
         position_1t = jnp.arange(micro.tokens_bt.shape[1])[None]

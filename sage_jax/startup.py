@@ -26,8 +26,12 @@ def estimated_memory(run: Run) -> dict[str, float]:
     trained = sum(x.size for x in jax.tree.leaves(run.state.params))
     count = sum(x.size for x in jax.tree.leaves((run.state.params, run.state.frozen)))
     width = np.dtype(c.model.dtype).itemsize if c.model.dtype == "float32" else 2
-    # On one device the sampler shares what is in compute type already: all of it, or the base.
-    shared = run.place.decode is None and (c.model.dtype == "float32" or c.lora.rank > 0)
+    # On one accelerator the sampler shares what is in compute type already: all, or the base.
+    shared = (
+        run.place.decode is None
+        and not run.place.apart
+        and (c.model.dtype == "float32" or c.lora.rank > 0)
+    )
     copy = (trained if c.lora.rank and width < 4 else 0) if shared else count
     frozen = sum(x.nbytes for x in jax.tree.leaves(run.state.frozen))
     cache = 2 * cfg.num_layers * cfg.num_kv_heads * cfg.head_dim * width

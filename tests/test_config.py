@@ -77,6 +77,8 @@ def test_all_problems_are_reported_at_once():
         ({"method__candidates": 0, "method__drawn": 0}, "without rows"),
         ({"method__solver_weights": (0.5, 0.5)}, "3 numbers"),
         ({"method__planner_weights": (0.5, -0.5)}, "2 numbers"),
+        ({"optim__betas": (0.9,)}, "optim.betas"),
+        ({"optim__betas": (0.9, 1.0)}, "below 1"),
         ({"optim__warmup_steps": 300}, "never be reached"),
         ({"optim__schedule": "cosine", "train__steps": 0}, "optim.schedule"),
         ({"mesh__data": 0}, "mesh.data"),

@@ -1,6 +1,8 @@
 """The rollout engine: same rows, same tokens, whatever runs beside them."""
 
 import dataclasses
+import importlib.util
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +34,7 @@ CFG = qwen.QwenConfig(
     max_position=128,
 )
 BUCKETS = (16, 32, 64)
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
@@ -303,3 +306,21 @@ def test_live_slots_count_the_steps_a_row_really_took(params):
     ]
     made.generate(both)
     assert (made.live_steps, made.slot_steps) == (8 + 2, 4 * 8)
+
+
+def test_waves_and_one_stream_give_the_same_tokens(params):
+    spec = importlib.util.spec_from_file_location("waves", ROOT / "benchmarks" / "waves.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    waves = module.Waves(engine(params, slots=3), 3)
+    waves.submit(rows(5))
+    got, submitted = {}, False
+    while waves.busy:
+        got.update((c.row.id, c) for c in waves.step())
+        if not submitted:  # rows of the next wave come while this one runs
+            waves.submit(rows(12)[5:])
+            submitted = True
+    want = engine(params).generate(rows(12))
+    assert got.keys() == want.keys()
+    for name in want:
+        np.testing.assert_array_equal(got[name].tokens, want[name].tokens)

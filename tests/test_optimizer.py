@@ -37,7 +37,7 @@ def test_all_bad_settings_are_reported_at_once():
 
 
 def test_all_updates_of_a_step_have_its_learning_rate():
-    settings = UpdateSettings(lr=1.0, schedule="linear", b1=0.0, b2=0.0, clip_norm=0.0)
+    settings = UpdateSettings(lr=1.0, schedule="linear", betas=(0.0, 0.0), clip_norm=0.0)
     tx = make_optimizer(settings, total_steps=4, updates_per_step=2)
     params = {"w": np.zeros(1, np.float32)}
     state, sizes = tx.init(params), []

@@ -1,12 +1,15 @@
 """How a rollout is conducted: what waits for what. A slow or dead verifier costs time, no more."""
 
 import dataclasses
+import io
+import time
 
 import pytest
 from scripted import Bytes, ScriptedEngine, ScriptedVerifier, config, seeds
 
 from sage_jax.methods import graph
 from sage_jax.methods.graph import Episode, Node, Player, play
+from sage_jax.report.progress import Progress
 from sage_jax.verify import Job
 
 
@@ -187,3 +190,37 @@ def test_rank_reaches_the_engine():
     made.play([episode])
     assert [row.rank for row in made.engine.seen] == [4, 2]
     assert dataclasses.replace(made.engine.seen[0], rank=0).rank == 0
+
+
+def heard(said, *words):
+    lines = [line for line in said.getvalue().splitlines() if all(word in line for word in words)]
+    return lines[0] if lines else ""
+
+
+def test_a_stall_is_named_by_the_heartbeat_and_the_step_still_ends(monkeypatch):
+    monkeypatch.setattr(graph, "SILENCE", 0.4)
+    said = io.StringIO()
+
+    class Slow(SlotEngine):
+        """A chunk that takes longer than the heartbeat's patience, as a row without end would."""
+
+        def running(self):
+            return [f"{name} (7 of at most 9 tokens)" for name in self.live]
+
+        def step(self):
+            done = super().step()
+            if self.live:
+                time.sleep(0.4)
+            return done
+
+    made = Conducted(slots=2)
+    made.engine = Slow(2, lambda row_id: 3)
+    made.verifier = Silent(lambda job: ("correct", ""))
+    some = episodes(chained("a", jobs=("a",)))
+    with Progress(1, stream=said, heartbeat=0.1) as progress:
+        made.stage = progress.stage
+        made.play(some)
+    assert heard(said, "rollout", "e0/a/0 (7 of at most 9 tokens)")
+    assert heard(said, "verify", "e0/a/0 (1 s)")
+    assert some[0].samples["a"][0].done
+    assert config().report.heartbeat <= 29  # looked at once a second

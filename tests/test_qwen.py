@@ -399,3 +399,25 @@ def test_initial_params_do_not_depend_on_the_mesh():
     jax.tree.map(np.testing.assert_array_equal, on_mesh, alone)
     shapes = {s.data.shape for s in on_mesh["layers"]["q_proj"].addressable_shards}
     assert shapes == {(2, 16, 4, 6)}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_layers_apart_give_the_same_numbers(tied):
+    cfg = dataclasses.replace(BOTH, tie_embeddings=tied)
+    params = random_params(cfg)
+    apart = qwen.apart(params)
+    tokens_bp, lengths_b = jnp.arange(12).reshape(2, 6), jnp.array([6, 4])
+    both = []
+    for weights in (params, apart):
+        hidden_bd, prefix = qwen.prefill(weights, cfg, tokens_bp, lengths_b)
+        cache = {
+            name: qwen.init_cache(cfg, 2, 9)[name].at[:, :, :6].set(part)
+            for name, part in prefix.items()
+        }
+        step_sd, cache = qwen.decode_step(
+            weights, cfg, jnp.array([1, 2]), lengths_b, cache, read_length=8
+        )
+        logits = [qwen.head_logits(weights, cfg, h) for h in (hidden_bd, step_sd)]
+        both.append((logits, prefix, cache))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-5), *both)
+    assert isinstance(apart["layers"], tuple) and len(apart["layers"]) == cfg.num_layers

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sage_jax.rollout import sampling
 from sage_jax.rollout.sampling import Truncation, sample, truncate
 
 ROWS, VOCAB = 6, 97
@@ -86,3 +87,20 @@ def test_a_truncated_row_changes_no_other_and_the_log_prob_is_of_the_whole_distr
     assert np.allclose(logp_s[1:], whole_logp[1:], atol=0)
     assert token_s[0] == x_sv[0].argmax()
     assert np.isclose(logp_s[0], jax.nn.log_softmax(x_sv[0]).max(), atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("row", "want"),
+    [
+        ([1.0, 3.0, 3.0, 2.0], 1),  # the first of equals, as argmax
+        ([0.0, 0.0, 0.0, 1.0], 3),
+        ([-np.inf, -np.inf, -5.0, -np.inf], 2),
+        ([-np.inf] * 4, 0),
+    ],
+)
+def test_the_largest_is_found_as_argmax_finds_it(row, want):
+    assert int(sampling._first_largest(jnp.array([row]))[0]) == want == np.argmax(row)
+
+
+def test_logits_that_are_no_numbers_give_an_id_of_the_vocabulary():
+    assert int(sampling._first_largest(jnp.full((1, 4), jnp.nan))[0]) == 3

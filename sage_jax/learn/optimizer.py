@@ -10,6 +10,7 @@ import numpy as np
 import optax
 
 from sage_jax.core.mesh import put
+from sage_jax.models.attention import KINDS
 
 _DECAY: dict[str, Callable[[Any], Any]] = {
     "constant": lambda progress: 1.0,
@@ -25,15 +26,15 @@ class UpdateSettings:
     lr is the peak rate; 0 freezes the weights. clip_norm 0 switches gradient clipping off,
     importance_cap 0 the importance weights, entropy_coef and kl_coef 0 their terms (then not
     computed). role_weights gives each role's share of the loss, 1 where absent. chunk is in
-    positions, see `token_logps`. dtype is that of the matrix products; master params and gradients
-    are float32. lora_scale is alpha / rank of the adapter that is trained, 0 when all weights are.
+    positions, see `token_logps`; attention is one of attention.KINDS. dtype is that of the matrix
+    products; master params and gradients are float32. lora_scale is alpha / rank of the adapter
+    that is trained, 0 when all weights are.
     """
 
     lr: float = 3e-6
     warmup_steps: int = 0
     schedule: str = "constant"
-    b1: float = 0.9
-    b2: float = 0.999
+    betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_norm: float = 1.0
@@ -46,6 +47,7 @@ class UpdateSettings:
     role_weights: Mapping[str, float] = field(default_factory=dict)
     chunk: int = 512
     remat: str = "none"
+    attention: str = "auto"
     dtype: str = "float32"
     lora_scale: float = 0.0
 
@@ -54,8 +56,7 @@ class UpdateSettings:
             "lr": self.lr >= 0,
             "warmup_steps": self.warmup_steps >= 0,
             "schedule": self.schedule in _DECAY,
-            "b1": 0 <= self.b1 < 1,
-            "b2": 0 <= self.b2 < 1,
+            "betas": len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas),
             "eps": self.eps > 0,
             "weight_decay": self.weight_decay >= 0,
             "clip_norm": self.clip_norm >= 0,
@@ -68,6 +69,7 @@ class UpdateSettings:
             "role_weights": all(weight >= 0 for weight in self.role_weights.values()),
             "chunk": self.chunk >= 1,
             "remat": self.remat in ("none", "full", "dots"),
+            "attention": self.attention in KINDS,
             "dtype": self.dtype in ("float32", "bfloat16"),
             "lora_scale": self.lora_scale >= 0,
         }
@@ -106,8 +108,8 @@ def make_optimizer(
     rate = make_schedule(settings, total_steps)
     adamw = optax.adamw(
         lambda update: rate(jnp.asarray(update) // updates_per_step),
-        b1=settings.b1,
-        b2=settings.b2,
+        b1=settings.betas[0],
+        b2=settings.betas[1],
         eps=settings.eps,
         weight_decay=settings.weight_decay,
     )

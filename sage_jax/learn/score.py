@@ -19,6 +19,7 @@ def token_logps(
     dtype: Any = jnp.float32,
     layout: Layout | None = None,
     remat: str = "none",
+    attend: str = "auto",
     chunk: int = 512,
     entropy: bool = False,
     entropy_gradient: bool = True,
@@ -35,7 +36,9 @@ def token_logps(
     """
     if chunk < 1:
         raise ValueError(f"optim.logit_chunk={chunk} must be at least 1 position")
-    hidden_btd = qwen.forward(params, cfg, tokens_bt, dtype=dtype, layout=layout, remat=remat)
+    hidden_btd = qwen.forward(
+        params, cfg, tokens_bt, dtype=dtype, layout=layout, remat=remat, attend=attend
+    )
     rows, length = tokens_bt.shape
     width = min(max(chunk // rows, 1), max(length - 1, 1))
 

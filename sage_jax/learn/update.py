@@ -199,6 +199,7 @@ class Update:
             dtype=jnp.dtype(self.settings.dtype),
             layout=self.layout,
             remat=self.settings.remat,
+            attend=self.settings.attention,
             chunk=self.settings.chunk,
             entropy=entropy,
             entropy_gradient=self.settings.entropy_coef > 0,

@@ -98,7 +98,10 @@ def scaled(adapter: Params, scale: float) -> Params:
 
 def attach(base: Params, adapter: Params) -> Params:
     """Base and scaled adapter as one pytree for the model functions; nothing is copied."""
-    return {**base, "layers": {**base["layers"], **adapter["layers"]}}
+    layers, factors = base["layers"], adapter["layers"]
+    if isinstance(layers, tuple):  # see qwen.apart
+        return {**base, "layers": tuple(w | f for w, f in zip(layers, factors, strict=True))}
+    return {**base, "layers": layers | factors}
 
 
 def merge(base: Params, adapter: Params) -> Params:

@@ -18,6 +18,7 @@ from flax.traverse_util import unflatten_dict
 from jax.typing import DTypeLike
 
 from sage_jax.core.mesh import Layout
+from sage_jax.models import attention
 from sage_jax.models.qwen_config import QwenConfig
 
 Params = dict[str, Any]
@@ -36,6 +37,11 @@ _ROW_WRITE = jax.lax.ScatterDimensionNumbers(
 
 # The factors of an adapter stand beside the weight `name` as name + LORA_A and name + LORA_B.
 LORA_A, LORA_B = "_lora_a", "_lora_b"
+
+_KEEP_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    jax.checkpoint_policies.save_only_these_names(attention.SAVED),
+)
 
 _NORMAL = jax.nn.initializers.normal(0.02)
 _ONES = jax.nn.initializers.ones
@@ -184,10 +190,16 @@ def _linear(
     w: Params, layout: Layout | None, name: str, x: jax.Array, inputs: str, outputs: str
 ) -> jax.Array:
     """x W with axes b, t and `outputs`; plus (x A) B where an adapter is attached."""
-    z = jnp.einsum(f"bt{inputs},{inputs}{outputs}->bt{outputs}", x, w[name])
+
+    def flat(weight: jax.Array) -> jax.Array:
+        # One contracted dimension: with two, XLA transposes the weights on a CPU at every call.
+        return weight.reshape(-1, *weight.shape[len(inputs) :])
+
+    x_bti = x.reshape(*x.shape[:2], -1)
+    z = jnp.einsum(f"bti,i{outputs}->bt{outputs}", x_bti, flat(w[name]))
     if name + LORA_A not in w:
         return z
-    x_btr = jnp.einsum(f"bt{inputs},{inputs}r->btr", x, w[name + LORA_A])
+    x_btr = jnp.einsum("bti,ir->btr", x_bti, flat(w[name + LORA_A]))
     x_btr = _constrain(layout, x_btr, "batch", "seq", None)
     return z + jnp.einsum(f"btr,r{outputs}->bt{outputs}", x_btr, w[name + LORA_B])
 
@@ -238,37 +250,78 @@ def forward(
     dtype: DTypeLike = jnp.float32,
     layout: Layout | None = None,
     remat: str = "none",
+    attend: str = "auto",
+    position_bt: jax.Array | None = None,
     segment_ids_bt: jax.Array | None = None,
 ) -> jax.Array:
     """Hidden states [b, t, d] after the final norm, in `dtype`.
 
-    Causal, so what stands right of a row's end changes nothing before it; with `segment_ids_bt` a
-    position sees its own segment only. `remat` is what the backward pass computes again: 'none',
-    'dots' (all but the matrix products) or 'full' (each layer). ValueError on another value.
+    Causal, so what stands right of a row's end changes nothing before it. Several rows packed into
+    one have `segment_ids_bt` (see `attention.attend`) and each its own `position_bt` from 0.
+    `remat` is what the backward pass computes again: 'none', 'dots' (all but the matrix products
+    and what attention gave) or 'full' (each layer). `attend` is one of attention.KINDS.
+    ValueError on another value of either.
     """
-    mask = None
-    if segment_ids_bt is not None:
-        mask = (segment_ids_bt[:, :, None] == segment_ids_bt[:, None, :])[:, None]
+    program = partial(attention.attend, segment_bt=segment_ids_bt, kind=attend, layout=layout)
+    return _full_pass(
+        params,
+        cfg,
+        tokens_bt,
+        lambda *qkv: (program(*qkv), None),
+        dtype,
+        layout,
+        remat,
+        position_bt,
+    )[0]
 
-    def attend(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, mask=mask, is_causal=True), None
 
-    return _full_pass(params, cfg, tokens_bt, attend, dtype, layout, remat)[0]
+def apart(params: Params) -> Params:
+    """The same params with each layer in arrays of its own ("layers" is a tuple of trees), and the
+    head in a second form, "head" [d, v].
+
+    For decoding on a CPU, where a loop over stacked layers copies each out of the stack at every
+    step, and a product is fastest over the rows of the weight. A copy of the weights.
+    """
+    return _apart(params, count=jax.tree.leaves(params["layers"])[0].shape[0])
 
 
-def _full_pass(params, cfg, tokens_bt, attend, dtype, layout, remat) -> tuple[jax.Array, Any]:
-    def body(x_btd, weights):
-        return _layer(x_btd, weights, angles, attend, cfg, layout)
+@partial(jax.jit, static_argnames="count")
+def _apart(params: Params, count: int) -> Params:
+    layers = tuple({n: x[i] for n, x in params["layers"].items()} for i in range(count))
+    head_vd = params.get("lm_head", params.get("embed"))
+    head = {} if head_vd is None else {"head": head_vd.T}
+    rest = {name: x for name, x in params.items() if name not in ("layers", "lm_head")}
+    return {**rest, **head, "layers": layers}
+
+
+def _over_layers(body, carry, layers) -> tuple[Any, Any]:
+    """`carry, kept = body(carry, (number, weights))` layer by layer, stacked or apart."""
+    if not isinstance(layers, tuple):
+        count = jax.tree.leaves(layers)[0].shape[0]
+        return jax.lax.scan(body, carry, (jnp.arange(count), layers))
+    kept = []
+    for numbered in enumerate(layers):
+        carry, of_layer = body(carry, numbered)
+        kept.append(of_layer)
+    return carry, jax.tree.map(lambda *x: jnp.stack(x), *kept)
+
+
+def _full_pass(
+    params, cfg, tokens_bt, attend, dtype, layout, remat="none", position_bt=None
+) -> tuple[jax.Array, Any]:
+    def body(x_btd, layer):
+        return _layer(x_btd, layer[1], angles, attend, cfg, layout)
 
     if remat not in ("none", "full", "dots"):
         raise ValueError(f"remat {remat!r}: choose 'none', 'full' or 'dots'")
     if remat != "none":
-        dots = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-        policy = dots if remat == "dots" else None
+        policy = _KEEP_PRODUCTS if remat == "dots" else None
         body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-    angles = rope_angles(cfg, jnp.arange(tokens_bt.shape[1])[None])
+    if position_bt is None:
+        position_bt = jnp.arange(tokens_bt.shape[1])[None]
+    angles = rope_angles(cfg, position_bt)
     x_btd = _embed(params, tokens_bt, dtype, layout)
-    x_btd, kept = jax.lax.scan(body, x_btd, params["layers"])
+    x_btd, kept = _over_layers(body, x_btd, params["layers"])
     return _rms_norm(x_btd, params["final_norm"], cfg.rms_norm_eps), kept
 
 
@@ -280,6 +333,7 @@ def prefill(
     *,
     dtype: DTypeLike = jnp.float32,
     layout: Layout | None = None,
+    attend: str = "auto",
 ) -> tuple[jax.Array, Cache]:
     """Hidden state [b, d] of each row's last prompt token, and the cache {k, v: [l, b, p, k, h]}.
 
@@ -287,10 +341,11 @@ def prefill(
     overwritten by decoding before any position sees them.
     """
 
-    def attend(q, k, v):
-        return jax.nn.dot_product_attention(q, k, v, is_causal=True), {"k": k, "v": v}
+    def attend_and_keep(q, k, v):
+        z = attention.attend(q, k, v, kind=attend, layout=layout)
+        return z, {"k": k, "v": v}
 
-    hidden_bpd, cache = _full_pass(params, cfg, tokens_bp, attend, dtype, layout, "none")
+    hidden_bpd, cache = _full_pass(params, cfg, tokens_bp, attend_and_keep, dtype, layout)
     last_b = jnp.maximum(lengths_b - 1, 0)
     last_bd = jnp.take_along_axis(hidden_bpd, last_b[:, None, None], axis=1)[:, 0]
     cache = {name: _constrain(layout, c, *CACHE_AXES) for name, c in cache.items()}
@@ -358,16 +413,19 @@ def decode_step(
         return (x_s1d, cache), None
 
     x_s1d = _embed(params, token_s[:, None], dtype, layout)
-    layers = (jnp.arange(cfg.num_layers), params["layers"])
-    (x_s1d, cache), _ = jax.lax.scan(body, (x_s1d, cache), layers)
+    (x_s1d, cache), _ = _over_layers(body, (x_s1d, cache), params["layers"])
     return _rms_norm(x_s1d[:, 0], params["final_norm"], cfg.rms_norm_eps), cache
 
 
 def head_logits(params: Params, cfg: QwenConfig, hidden_xd: jax.Array) -> jax.Array:
     """Logits [x, v] in float32: a product in the dtype of `hidden_xd`, accumulated in float32."""
-    head_vd = params["embed" if cfg.tie_embeddings else "lm_head"].astype(hidden_xd.dtype)
+    if "head" in params:  # see `apart`
+        head, axes = params["head"], "dv"
+    else:
+        head, axes = params["embed" if cfg.tie_embeddings else "lm_head"], "vd"
+    product = partial(jnp.einsum, preferred_element_type=jnp.float32)
     with jax.named_scope("head"):
-        return jnp.einsum("...d,vd->...v", hidden_xd, head_vd, preferred_element_type=jnp.float32)
+        return product(f"...d,{axes}->...v", hidden_xd, head.astype(hidden_xd.dtype))
 
 
 class Qwen(nn.Module):

@@ -47,7 +47,7 @@ class Progress:
         *,
         stream: TextIO | None = None,
         quiet: bool = False,
-        heartbeat: float = 30.0,
+        heartbeat: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
     ):
         self._total, self._done = total, done

@@ -135,10 +135,11 @@ class Engine:
         if self._params is None:
             raise RuntimeError("Engine.step: call start(params) first")
         self._admit()
-        live = [(len(r.prompt), n) for r, n in zip(self._rows, self._count_s, strict=True) if r]
-        if not live:
+        running = zip(self._rows, self._count_s.tolist(), strict=True)
+        ends = [len(row.prompt) + count for row, count in running if row is not None]
+        if not ends:
             return []
-        reach = min(max(map(sum, live)) + self.chunk, self.buckets[-1])
+        reach = min(max(ends) + self.chunk, self.buckets[-1])
         read_length = bucket_of(reach, self.buckets)
         self._about_to_run("decode", read_length)
         self._slots = programs.decode(
