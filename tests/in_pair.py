@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import test_engine
 import test_lora
@@ -160,7 +161,6 @@ def training(sizes):
 
 def some_adapter(layout):
     """An adapter with both factors random, the same on any mesh."""
-
     rng, factors = np.random.default_rng(0), {}
     for name, p in adapter_table(test_lora.CFG, test_lora.RANK).items():
         where = None if layout is None else layout.sharding(p.axes, p.shape)
@@ -169,16 +169,16 @@ def some_adapter(layout):
 
 
 def one_update(update, state, place):
-
     packed = pack(test_update.make_rows(), test_update.ROLES, [12], 8)
     grads = test_update.gradients(update, state, packed).grads
     found = {f"grad {name}": whole(x) for name, x in flat(grads).items()}
     state, metrics = update.step(state, packed)
     found |= {f"param {name}": whole(x) for name, x in flat(state.params).items()}
     found |= {f"metric {name}": np.array(x) for name, x in host_metrics(metrics).items()}
-    weights = state.params
-    if state.frozen is not None:
-        weights = test_lora.attached(state.frozen, state.params)
+    base, adapter = state.frozen, state.params
+    if base is None:  # with an adapter that adds nothing: both are sampled by the same programs
+        base, adapter = state.params, jax.tree.map(jnp.zeros_like, some_adapter(place.update))
+    weights = test_lora.attached(base, adapter)
     for done in test_lora.sampled(test_update.CFG, weights, place):
         found |= {f"tokens {done.row.id}": done.tokens, f"logps {done.row.id}": done.logps}
     return found
@@ -190,17 +190,16 @@ def flat(tree):
 
 def tokens():
     """Ids of many rows on few slots, by row."""
-
-    layout = Layout(make_mesh(2, 2, 2), DECODE_RULES)
+    layout = Layout(make_mesh(2, 4, 1), DECODE_RULES)
     params = qwen.init(test_engine.CFG, jax.random.key(0), layout=layout)
     params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params)
     engine = Engine(
         test_engine.CFG,
-        slots=4,
+        slots=8,
         buckets=test_engine.BUCKETS,
         max_new=24,
         chunk=5,
-        prefill_rows=4,
+        prefill_rows=8,
         layout=layout,
     )
     place = Placement(layout, layout, {})
