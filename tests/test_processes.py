@@ -49,7 +49,7 @@ def pair(tmp_path_factory):
     for name in ("eval", "sft"):
         (folder / f"{name}.in").touch()
     with Pair(folder, "tests/in_pair.py", folder) as both:
-        killed = both.processes[1].wait(280)
+        killed = both.processes[1].wait(600)
         started = time.monotonic()
         codes = both.wait(60)
     assert killed == -signal.SIGKILL, both.log(1)[-3000:]
@@ -172,7 +172,7 @@ def run_of_two(tmp_path_factory):
     """The work directory of two updates on two processes, and what they said."""
     folder = tmp_path_factory.mktemp("two")
     with trains(folder, folder / "run", 2) as both:
-        codes = both.wait(280)
+        codes = both.wait(600)
         logs = both.log(0), both.log(1)
     assert codes == [0, 0], logs
     return folder / "run", logs
