@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import os
+import zlib
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -137,6 +138,8 @@ def load_model(config, place: Placement) -> Model:
             enable_thinking=config.tokens.enable_thinking,
         )
         params, cfg = hf.load(folder, dtype, place.update)
+        sizes = sorted((p.name, p.stat().st_size) for p in folder.glob("*.*") if p.is_file())
+    hosts.check_same({"files of model.path": f"{zlib.crc32(repr(sizes).encode()):08x}"})
     given, size = tuple(config.tokens.stop_ids), cfg.vocab_size
     if len(tokens.stop_ids) > MAX_STOPS or any(i >= size for i in given):
         raise ConfigError(
@@ -150,7 +153,6 @@ def load_model(config, place: Placement) -> Model:
     if settings is None:
         return Model(params, cfg, tokens, folder)
     mark = lora.fingerprint(params)
-    hosts.check_same({"model.path": mark})
     if config.lora.path:
         with hosts.together(), _blaming(f"lora.path={config.lora.path}"):
             base = peft.Base(cfg, model_path(config.model.path), mark)
