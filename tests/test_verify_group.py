@@ -84,6 +84,15 @@ def test_a_group_is_served_by_one_judge(verifier, judges):
     assert judges == [True] * 6
 
 
+def test_a_judge_goes_on_to_other_tests(verifier, judges):
+    for k in range(3):  # had it kept the tests of the program before, the second were wrong
+        tests = {"public": [f"assert f(3) == {6 + k}", f"assert f(0) == {k}"]}
+        right, wrong = f"def f(n): return 2 * n + {k}\n", RIGHT if k else WRONG
+        verdicts = run(verifier, [right, wrong], tests)
+        assert [verdict.verdict for verdict in verdicts] == ["correct", "wrong"]
+    assert judges == [True] * 6
+
+
 def test_a_judge_whose_tests_may_leave_traces_serves_one_program(verifier, judges):
     # With a shared judge the second program met the changed generator, and then the patched module.
     for tests in (

@@ -11,8 +11,9 @@ from fractions import Fraction
 
 from sage_jax.verify import units
 from sage_jax.verify.equivalence import proportional, same_value, scaled
-from sage_jax.verify.grammar import Node, variables
+from sage_jax.verify.grammar import Node, uses, variables
 from sage_jax.verify.normalise import squeeze
+from sage_jax.verify.regions import as_region, turned
 from sage_jax.verify.structure import (
     Based,
     Bracket,
@@ -26,9 +27,8 @@ from sage_jax.verify.structure import (
     Value,
 )
 
-INFINITY: Value = Value(("const", "inf"))
-MINUS_INFINITY: Value = Value(("neg", ("const", "inf")))
-_FLIPPED = {"<": ">", ">": "<", "\\leq": "\\geq", "\\geq": "\\leq", "\\neq": "\\neq", "=": "="}
+_MANY = {"infinitely many", "infinitely many solutions", "infinite", "infinite solutions"}
+_CHAIN = ("when", "if", "where", "for", "with")
 _NOTHING = {"no solution", "no solutions", "none", "no real solution", "no real solutions"}
 _UNDEFINED = {"dne", "does not exist", "undefined", "not defined"}
 
@@ -53,7 +53,7 @@ def _text(gold: Text, other, tolerance) -> bool:
         return gold.words in _NOTHING
     if not isinstance(other, Text):
         return False
-    for group in (_NOTHING, _UNDEFINED):
+    for group in (_NOTHING, _UNDEFINED, _MANY):
         if gold.words in group and other.words in group:
             return True
     return gold.words == other.words
@@ -62,6 +62,10 @@ def _text(gold: Text, other, tolerance) -> bool:
 def _value(gold: Value, other, tolerance) -> bool | None:
     if isinstance(other, Value):
         return _values(gold, other, tolerance)
+    if isinstance(other, Relation) and (_conditional(other) or _broken(other)):
+        return None
+    if isinstance(other, Ratio):
+        return _ratio_value(other, gold)
     if isinstance(other, Relation) and other.operators[-1] == "=":
         return equal(gold, other.terms[-1], tolerance)
     if isinstance(other, Relation) and other.operators[-1] == "\\approx":
@@ -71,7 +75,24 @@ def _value(gold: Value, other, tolerance) -> bool | None:
     return False
 
 
+def _conditional(relation: Relation) -> bool:
+    """``x = 5 when y = 2``: the last side is not what the first one is."""
+    texts = " ".join(term.text for term in relation.terms if isinstance(term, Raw))
+    return any(word in re.findall("[a-z]+", texts) for word in _CHAIN)
+
+
+def _broken(relation: Relation) -> bool:
+    return any(isinstance(term, Raw) for term in relation.terms[1:-1])
+
+
 def _values(gold: Value, other: Value, tolerance) -> bool:
+    kinds = _angle(gold), _angle(other)
+    if set(kinds) == {"degree", "radian"}:
+        nodes = [
+            ("call", "degrees", value.node) if kind == "degree" else value.node
+            for value, kind in zip((gold, other), kinds, strict=True)
+        ]
+        return same_value(nodes[0], nodes[1], tolerance)
     factor = units.same(gold.unit, other.unit)
     if factor is None:
         return False
@@ -86,6 +107,14 @@ def _values(gold: Value, other: Value, tolerance) -> bool:
     return False
 
 
+def _angle(value: Value) -> str | None:
+    """The measure of an angle: degrees by their sign, radians by their name or by pi."""
+    unit = value.unit.casefold().rstrip("s")
+    if unit in ("degree", "radian"):
+        return unit
+    return "radian" if not unit and uses(value.node, "pi") else None
+
+
 def _listing(gold: Listing, other, tolerance) -> bool | None:
     if gold.items and all(isinstance(item, Relation) for item in gold.items):
         region = as_region(gold)
@@ -94,15 +123,23 @@ def _listing(gold: Listing, other, tolerance) -> bool | None:
     if isinstance(other, Text) and not gold.items:
         return other.words in _NOTHING
     items = other.items if isinstance(other, Listing) else (other,)
+    if isinstance(other, Bracket) and len(gold.items) == len(other.items) > 1:
+        named = all(_is_assignment(item) for item in gold.items)
+        values = [item.terms[1] for item in gold.items] if named else []
+        return _all_equal(values, other.items, tolerance) if named else False
     if isinstance(other, Bracket | Union):
         return equal(gold.items[0], other, tolerance) if len(gold.items) == 1 else False
     if len(items) != len(gold.items):
         return False
+    names = {_region_name(item) for item in gold.items if _is_assignment(item)}
+    if len(names) == len(gold.items) > 1 and not any(isinstance(i, Relation) for i in items):
+        return _all_equal([item.terms[1] for item in gold.items], items, tolerance)
     left = list(items)
     unknown = False
     for item in gold.items:
         for place, candidate in enumerate(left):
-            verdict = equal(item, candidate, tolerance)
+            nested = isinstance(item, Listing) != isinstance(candidate, Listing)
+            verdict = not nested and equal(item, candidate, tolerance)
             unknown = unknown or verdict is None
             if verdict:
                 del left[place]
@@ -153,8 +190,14 @@ def _vector(matrix: Matrix) -> tuple | None:
 
 
 def _ratio(gold: Ratio, other, tolerance) -> bool:
+    if isinstance(other, Value):
+        return _ratio_value(gold, other)
     if not isinstance(other, Ratio) or len(gold.parts) != len(other.parts):
         return False
+    if gold.padded != other.padded:
+        return False
+    if gold.clock and other.clock:
+        return _and([equal(a, b) for a, b in zip(gold.parts, other.parts, strict=True)]) is True
     ends = [getattr(ratio.parts[-1], "unit", "") for ratio in (gold, other)]
     if units.same(*ends) is None:  # a.m. and p.m.
         return False
@@ -168,6 +211,14 @@ def _ratio(gold: Ratio, other, tolerance) -> bool:
             return all(_number(a) == _number(b) for a, b in pairs)
         shares.append(x / y)
     return len(set(shares)) == 1
+
+
+def _ratio_value(ratio: Ratio, value: Value) -> bool:
+    """``2:3`` as the fraction 2/3; a whole number is no ratio."""
+    parts = [_number(part) for part in ratio.parts]
+    if ratio.clock or len(parts) != 2 or not all(parts) or value.node[0] != "div":
+        return False
+    return same_value(("div", ratio.parts[0].node, ratio.parts[1].node), value.node)
 
 
 def _number(value) -> Fraction | None:
@@ -193,20 +244,13 @@ def _relation(gold: Relation, other, tolerance) -> bool | None:
             return _regions(region, found, tolerance) and _same_name(gold, other)
     if not isinstance(other, Relation) or len(gold.operators) != len(other.operators):
         return False
-    for candidate in (other, _turned(other)):
+    for candidate in (other, turned(other)):
         if candidate is not None and candidate.operators == gold.operators:
             if _and([equal(a, b) for a, b in zip(gold.terms, candidate.terms, strict=True)]):
                 return True
             if len(gold.operators) == 1 and _same_sides(gold, candidate, factor_one=True):
                 return True
     return False
-
-
-def _turned(relation: Relation) -> Relation | None:
-    if any(operator not in _FLIPPED for operator in relation.operators):
-        return None
-    operators = tuple(_FLIPPED[operator] for operator in reversed(relation.operators))
-    return Relation(tuple(reversed(relation.terms)), operators)
 
 
 def _equation(gold: Relation, other, tolerance) -> bool | None:
@@ -245,7 +289,7 @@ def _is_assignment(item) -> bool:
 def _has_name(relation: Relation) -> bool:
     """Whether the left side only names what the right side gives: x, or f(x)."""
     left = relation.terms[0]
-    if isinstance(left, Text):
+    if isinstance(left, Text) or (isinstance(left, Raw) and not re.search(r"\d|text", left.text)):
         return True
     if not isinstance(left, Value):
         return False
@@ -264,59 +308,6 @@ def _region_name(item) -> str | None:
         for term in item.terms:
             if isinstance(term, Value) and term.node[0] == "var":
                 return term.node[1]
-    return None
-
-
-# --- regions of the real line -------------------------------------------------------------
-
-
-def as_region(item) -> list[Bracket] | None:
-    """The intervals an answer stands for, None if it stands for none."""
-    if isinstance(item, Bracket):
-        return [item] if len(item.items) == 2 else None
-    if isinstance(item, Union | Listing):
-        parts: list[Bracket] = []
-        for part in item.parts if isinstance(item, Union) else item.items:
-            region = as_region(part)
-            if region is None:
-                return None
-            parts += region
-        return parts or None
-    if isinstance(item, Relation):
-        return _solved(item)
-    return None
-
-
-def _solved(relation: Relation) -> list[Bracket] | None:
-    """Intervals of a solved inequality: one bare variable, constants on the other sides."""
-    terms, operators = relation.terms, relation.operators
-    if operators == ("\\in",):
-        return as_region(terms[1])
-    if any(not isinstance(term, Value) for term in terms):
-        return None
-    bare = [place for place, term in enumerate(terms) if term.node[0] == "var"]
-    others = [term.node for place, term in enumerate(terms) if place not in bare]
-    if len(bare) != 1 or any(variables(node) for node in others):
-        return None
-    if operators == ("\\neq",):
-        point = terms[1 - bare[0]]
-        return [
-            Bracket("(", ")", (MINUS_INFINITY, point)),
-            Bracket("(", ")", (point, INFINITY)),
-        ]
-    if operators[0] in (">", "\\geq"):
-        return _solved(_turned(relation) or relation) if _turned(relation) else None
-    if any(operator not in ("<", "\\leq") for operator in operators):
-        return None
-    if len(operators) == 1:
-        if bare[0] == 0:
-            closing = "]" if operators[0] == "\\leq" else ")"
-            return [Bracket("(", closing, (MINUS_INFINITY, terms[1]))]
-        return [Bracket("[" if operators[0] == "\\leq" else "(", ")", (terms[0], INFINITY))]
-    if len(operators) == 2 and bare[0] == 1:
-        opening = "[" if operators[0] == "\\leq" else "("
-        closing = "]" if operators[1] == "\\leq" else ")"
-        return [Bracket(opening, closing, (terms[0], terms[2]))]
     return None
 
 
@@ -358,7 +349,11 @@ def choice(gold: str, other: str) -> bool | None:
     found = re.match(r"^(?:\(\s*([A-Za-z])\s*\)(?:[\s.:].*)?|([A-Za-z])(?:[).:].*)?)$", plain, re.S)
     if not found:
         return False
-    return (found.group(1) or found.group(2)).upper() == letter.group(1)
+    chosen = found.group(1) or found.group(2)
+    rest = plain.partition(chosen)[2]
+    if re.search(r"(?<![A-Za-z\d])(?:[A-J]\s*[).:]|[B-J](?![A-Za-z])|A\s*$)", rest):
+        return False  # another letter beside it
+    return chosen.upper() == letter.group(1)
 
 
 _RULES = {

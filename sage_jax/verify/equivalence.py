@@ -7,6 +7,7 @@ of three accepts the exact value it is a rounding of.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
@@ -23,7 +24,8 @@ from sage_jax.verify.evaluate import (
 from sage_jax.verify.grammar import Node, variables
 
 PREDICTION_DIGITS, GOLD_DIGITS = 4, 3
-ENOUGH_POINTS = 3
+ENOUGH_POINTS, CONFIRMED = 3, 4
+CLOSE, MORE_CLOSE = 40, 110  # of DIGITS and MORE_DIGITS; the rest may be lost to cancellation
 
 
 class GoldUndefined(ValueError):
@@ -49,17 +51,16 @@ def _same_number(gold: Node, other: Node, tolerance: float | None) -> bool:
         other_exact = _exact_or_none(other)
         if gold_exact is not None and other_exact is not None and gold_exact == other_exact:
             return True
-        natural = _uses_ln(gold) or _uses_ln(other)
-        gold_value = _gold_value(gold, natural)
-        other_value = numeric(other, natural_log=natural)
+        gold_value = _gold_value(gold)
+        other_value = numeric(other)
     except Undefined:
         return False
     if tolerance is not None:
         return bool(abs(gold_value - other_value) <= tolerance)
     if gold_exact is None or other_exact is None:
-        if _close(gold_value, other_value):
+        if _close(gold_value, other_value) and _confirmed(gold, other, {}):
             return True
-        if _vanishing(gold, other, gold_value, other_value, natural):
+        if _vanishing(gold, other, gold_value, other_value):
             return True
     return _rounds(gold, gold_exact, gold_value, other, other_exact, other_value)
 
@@ -71,35 +72,42 @@ def _exact_or_none(node: Node) -> Fraction | None:
         return None
 
 
-def _gold_value(node: Node, natural: bool) -> Any:
+def _gold_value(node: Node) -> Any:
     try:
-        return numeric(node, natural_log=natural)
+        return numeric(node)
     except Undefined as error:
         raise GoldUndefined(str(error)) from error
 
 
-def _uses_ln(node: Node) -> bool:
-    if node[0] == "call" and node[1] == "ln":
-        return True
-    return any(_uses_ln(part) for part in node[1:] if isinstance(part, tuple))
-
-
-def _close(a: Any, b: Any) -> bool:
+def _close(a: Any, b: Any, digits: int = CLOSE) -> bool:
     if mpmath.isinf(a) or mpmath.isinf(b):
         return bool(a == b)
-    return bool(abs(a - b) <= mpmath.mpf(10) ** -40 * max(abs(a), abs(b)))
+    return bool(abs(a - b) <= mpmath.mpf(10) ** -digits * max(abs(a), abs(b)))
 
 
-def _vanishing(gold: Node, other: Node, a: Any, b: Any, natural: bool) -> bool:
+def _vanishing(gold: Node, other: Node, a: Any, b: Any) -> bool:
     """Both zero, but for rounding: what is left shrinks when more digits are carried."""
     small = mpmath.mpf(10) ** -45
     if abs(a) > small or abs(b) > small:
         return False
     try:
-        finer = [numeric(node, digits=MORE_DIGITS, natural_log=natural) for node in (gold, other)]
+        finer = [numeric(node, digits=MORE_DIGITS) for node in (gold, other)]
     except Undefined:
         return False
-    return all(abs(value) < mpmath.mpf(10) ** -140 for value in finer)
+    return all(
+        abs(value) < mpmath.mpf(10) ** -140 and abs(value) <= abs(coarse) * small
+        for value, coarse in zip(finer, (a, b), strict=True)
+    )
+
+
+def _confirmed(gold: Node, other: Node, point: Mapping[str, Fraction]) -> bool:
+    """The same again with more digits: a difference below the first ones is still one."""
+    try:
+        a, b = (numeric(node, point, digits=MORE_DIGITS) for node in (gold, other))
+    except Undefined:
+        return False
+    with mpmath.workdps(MORE_DIGITS):
+        return _close(a, b, MORE_CLOSE) or max(abs(a), abs(b)) < mpmath.mpf(10) ** -140
 
 
 def _rounds(
@@ -115,7 +123,11 @@ def _rounds(
         return False
     if other_decimal and not gold_decimal and not _terminates(gold_exact):
         value, places, digits = other_decimal
-        return digits >= PREDICTION_DIGITS and _shown(gold_value, value, places, truncated=True)
+        if digits < PREDICTION_DIGITS:
+            return False
+        with mpmath.workdps(max(DIGITS, places + 30)):
+            value_there = numeric(gold, digits=max(DIGITS, places + 30))
+            return _shown(value_there, value, places, truncated=True)
     if gold_decimal and not other_decimal and not mpmath.isinf(other_value):
         value, places, digits = gold_decimal
         if digits >= GOLD_DIGITS and (other_exact is None or other_exact.denominator != 1):
@@ -155,17 +167,18 @@ def _shown(value: Any, written: Fraction, places: int, truncated: bool) -> bool:
 
 
 def _same_function(gold: Node, other: Node) -> bool:
-    natural = _uses_ln(gold) or _uses_ln(other)
     real, complex_ = [], []
-    gold_defined = 0
+    gold_defined = confirmed = 0
     for point in points(variables(gold) | variables(other)):
         try:
-            a = numeric(gold, point, natural_log=natural)
+            a = numeric(gold, point)
             gold_defined += 1
-            b = numeric(other, point, natural_log=natural)
+            b = numeric(other, point)
         except Undefined:
             continue
         agree = _close(a, b) or max(abs(a), abs(b)) < 1e-50
+        agree = agree and (confirmed >= CONFIRMED or _same_there(gold, other, point))
+        confirmed += agree
         complex_.append(agree)
         if _is_real(a) and _is_real(b):
             real.append(agree)
@@ -176,6 +189,17 @@ def _same_function(gold: Node, other: Node) -> bool:
     if len(real) >= ENOUGH_POINTS:
         return all(real)
     return len(complex_) >= ENOUGH_POINTS and all(complex_)
+
+
+def _same_there(gold: Node, other: Node, point: Mapping[str, Fraction]) -> bool:
+    """Whether two formulas that agree at a point to some digits agree exactly, or to more."""
+    try:
+        a, b = exact(gold, point), exact(other, point)
+    except Undefined:
+        a = b = None
+    if a is not None and b is not None:
+        return a == b
+    return _confirmed(gold, other, point)
 
 
 def _is_real(value: Any) -> bool:

@@ -17,6 +17,7 @@ DIGITS, MORE_DIGITS = 60, 160
 MAX_EXPONENT = 10_000
 MAX_BITS = 200_000
 MAX_FACTORIAL = 1000
+POINT_PRIME = 2**31 - 1
 MAX_LOG2 = 1e7  # of the size of any intermediate value
 
 
@@ -24,7 +25,7 @@ class Undefined(ArithmeticError):
     """No value: division by zero, a function outside its domain, or a result beyond the bounds."""
 
 
-def exact(node: Node) -> Fraction | None:
+def exact(node: Node, values: Mapping[str, Fraction] = {}) -> Fraction | None:
     """The value as a fraction, None where it is not one or not obviously one.
 
     Raises Undefined for a division by zero or a power beyond the bounds.
@@ -32,22 +33,24 @@ def exact(node: Node) -> Fraction | None:
     kind = node[0]
     if kind in ("num", "dec"):
         return node[1]
+    if kind == "var":
+        return values.get(node[1])
     if kind == "neg":
-        value = exact(node[1])
+        value = exact(node[1], values)
         return None if value is None else -value
     if kind in ("add", "mul", "div"):
-        a, b = exact(node[1]), exact(node[2])
+        a, b = exact(node[1], values), exact(node[2], values)
         if kind == "div" and b == 0:
             raise Undefined("division by zero")
         if a is None or b is None:
             return None
         return _bounded(a + b if kind == "add" else a * b if kind == "mul" else a / b)
     if kind == "pow":
-        return _exact_power(exact(node[1]), exact(node[2]))
+        return _exact_power(exact(node[1], values), exact(node[2], values))
     if kind == "root":
-        return _exact_root(exact(node[1]), exact(node[2]))
+        return _exact_root(exact(node[1], values), exact(node[2], values))
     if kind == "call":
-        return _exact_call(node[1], [exact(part) for part in node[2:]])
+        return _exact_call(node[1], [exact(part, values) for part in node[2:]])
     return None
 
 
@@ -128,10 +131,8 @@ def _exact_call(name: str, values: list[Fraction | None]) -> Fraction | None:
     return None
 
 
-def numeric(
-    node: Node, values: Mapping[str, Any] = {}, digits: int = DIGITS, natural_log: bool = False
-) -> Any:
-    """The value as an mpmath number. ``log`` without a base is decimal unless ``natural_log``.
+def numeric(node: Node, values: Mapping[str, Any] = {}, digits: int = DIGITS) -> Any:
+    """The value as an mpmath number. ``log`` without a base is decimal.
 
     Raises Undefined where there is none.
     """
@@ -139,21 +140,22 @@ def numeric(
 
     with mpmath.workdps(digits):
         try:
-            return _Numeric(mpmath, values, natural_log).value(node)
+            return _Numeric(mpmath, values).value(node)
         except (ArithmeticError, ValueError, TypeError) as error:
             raise Undefined(str(error)) from error
 
 
 class _Numeric:
-    def __init__(self, mpmath: Any, values: Mapping[str, Any], natural_log: bool) -> None:
-        self._mp, self._values, self._natural = mpmath, values, natural_log
+    def __init__(self, mpmath: Any, values: Mapping[str, Any]) -> None:
+        self._mp, self._values = mpmath, values
 
     def value(self, node: Node) -> Any:
         mp, kind = self._mp, node[0]
         if kind in ("num", "dec"):
             return mp.mpf(node[1].numerator) / node[1].denominator
         if kind == "var":
-            return self._values[node[1]]
+            value = self._values[node[1]]
+            return mp.mpf(value.numerator) / value.denominator
         if kind == "const":
             return {"pi": +mp.pi, "e": +mp.e, "i": mp.mpc(0, 1), "inf": mp.inf}[node[1]]
         if kind == "call":
@@ -172,11 +174,15 @@ class _Numeric:
             result = self._root(a, b)
         else:
             result = self._power(a, b)
-        return self._finite(result)
+        return self._finite(result, a, b)
 
-    def _finite(self, value: Any) -> Any:
+    def _finite(self, value: Any, *parts: Any) -> Any:
         mp = self._mp
-        if mp.isnan(value) or (mp.isinf(value) and not isinstance(value, mp.mpf)):
+        if (
+            mp.isnan(value)
+            or any(mp.isinf(part) for part in parts)
+            or (mp.isinf(value) and not isinstance(value, mp.mpf))
+        ):
             raise Undefined("not finite")
         return value
 
@@ -210,7 +216,7 @@ class _Numeric:
                 raise Undefined("logarithm of zero")
             if len(arguments) == 2:
                 return mp.log(x) / mp.log(arguments[1])
-            return mp.log(x) / (1 if name == "ln" or self._natural else mp.log(10))
+            return mp.log(x) / (1 if name == "ln" else mp.log(10))
         if name in ("factorial", "binomial"):
             if any(abs(value) > MAX_FACTORIAL for value in arguments):
                 raise Undefined(f"{name} beyond the bounds")
@@ -236,17 +242,18 @@ class _Numeric:
         return function(x)
 
 
-def points(names: set[str], digits: int = DIGITS) -> list[dict[str, Any]]:
-    """Fixed sample points for variables: small, negative and larger real values."""
-    import mpmath
+def points(names: set[str]) -> list[dict[str, Fraction]]:
+    """Fixed sample points for variables: small, negative and larger values.
 
+    Their denominator is a large prime, so that no formula can be made to vanish at all of them
+    by a period.
+    """
     source = random.Random("points" + ",".join(sorted(names)))
     ranges = [(0.2, 3.0)] * 4 + [(-3.0, -0.2)] * 3 + [(-0.95, 0.95)] * 3 + [(3.0, 12.0)] * 3
-    with mpmath.workdps(digits):
-        return [
-            {
-                name: mpmath.mpf(int(source.uniform(low, high) * 10**9)) / 10**9
-                for name in sorted(names)
-            }
-            for low, high in ranges
-        ]
+    return [
+        {
+            name: Fraction(int(source.uniform(low, high) * POINT_PRIME), POINT_PRIME)
+            for name in sorted(names)
+        }
+        for low, high in ranges
+    ]

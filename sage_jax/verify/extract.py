@@ -20,7 +20,7 @@ _PHRASE = re.compile(
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![a-zA-Z])\s*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _JOIN = re.compile(r"[\s$.,;]*(?:\\text\{)?\s*(?:and|or|,|;)?\s*\}?[\s$.,;]*", re.IGNORECASE)
-_FORMULA = re.compile(
+FORMULA = re.compile(
     r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$([^$\n]+?)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]",
     re.DOTALL,
 )
@@ -115,9 +115,9 @@ def _after_phrase(text: str) -> str | None:
     rest = text[last.end() : last.end() + 2 * MAX_ANSWER].strip(" \t*:\uff1a\n")
     line = rest.split("\n", 1)[0]
     line = re.sub(r"\s*I hope it is correct\.?\s*$", "", line).strip(" \t*")
-    formulas = _FORMULA.findall(line)
+    formulas = FORMULA.findall(line)
     if formulas:
-        outside = _FORMULA.sub(" ", line)
+        outside = FORMULA.sub(" ", line)
         if len(outside.strip(" .,;:")) < 40 and len(formulas) == 1:
             extra = re.match(r"^\s*([a-zA-Z ]{2,30})?[.,;]?\s*$", outside)
             unit = (extra.group(1) or "").strip() if extra else ""
@@ -131,7 +131,7 @@ def _after_phrase(text: str) -> str | None:
 def _last_formula(text: str) -> str | None:
     """The last formula; formulas joined by "and", "or" or a comma are one list."""
     window = text[-2 * MAX_ANSWER :]
-    found = list(_FORMULA.finditer(window))
+    found = list(FORMULA.finditer(window))
     if not found:
         return None
     group = [found[-1]]

@@ -54,6 +54,13 @@ def variables(node: Node) -> set[str]:
     return set().union(*(variables(part) for part in node[1:] if isinstance(part, tuple)), set())
 
 
+def uses(node: Node, name: str) -> bool:
+    """Whether a constant or function of this name is in the tree."""
+    if node[0] in ("call", "const") and node[1] == name:
+        return True
+    return any(uses(part, name) for part in node[1:] if isinstance(part, tuple))
+
+
 def has_sign_pair(node: Node) -> bool:
     """Whether the tree holds a plus-minus sign."""
     if node[0] in ("pm", "mp"):
@@ -186,6 +193,8 @@ class _Parser:
             token = self.peek()
             if token == "!":
                 self._next()
+                if self.peek() == "!":  # n!! is not (n!)!
+                    raise ParseError("a double factorial")
                 node = self._node("call", "factorial", node)
             elif token == "^":
                 self._next()

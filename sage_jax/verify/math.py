@@ -13,14 +13,15 @@ from sage_jax.verify.answers import choice, constants, equal
 from sage_jax.verify.equivalence import GoldUndefined
 from sage_jax.verify.evaluate import Undefined, numeric
 from sage_jax.verify.extract import extract
-from sage_jax.verify.normalise import GuardError, clean, guard, squeeze, words
-from sage_jax.verify.structure import Raw, Text, Value, read
+from sage_jax.verify.normalise import GuardError, clean, guard, squeeze
+from sage_jax.verify.restate import restates
+from sage_jax.verify.structure import Raw, Text, read, understood
 
 # Never worth a value: what restates a problem, and what only another parser would misread.
 UNEVALUATED = re.compile(
     r"\\(?:sum|prod|int|iint|oint|lim|det|begin\{vmatrix\}|max|min|sup|inf)(?![a-zA-Z])"
 )
-_SUSPECT = re.compile(r"__|[\"`;@#]|lambda|import|eval|exec|open|\\text|[A-Za-z]{4,}|_|:")
+_SUSPECT = re.compile(r"__|[\"`;@#]|lambda|import|eval|exec|open|\\text|[A-Za-z]{4,}|[A-Z]{2}|_|:")
 _MACRO_NAME = re.compile(r"\\[a-zA-Z]+")
 
 
@@ -61,7 +62,7 @@ def judge(
         return "unparsable", "no_answer"
     if squeeze(text) == squeeze(gold_text):
         return "correct", "same_text"
-    if question is not None and restates(text, question):
+    if question is not None and restates(text, gold_text, question):
         return "wrong", "restates_question"
     chosen = choice(gold_text, text)
     if chosen and question is not None and text.islower():
@@ -88,11 +89,13 @@ def _by_value(gold_text, gold_shapes, text, tolerance, loading) -> tuple[str, st
             unknown = unknown or verdict is None
     if undefined_gold:
         return "error", "gold_unparsable"
+    if _untexted(gold_text) == _untexted(text):
+        return "correct", "same_words"
     if not unknown:
         return "wrong", "different"
-    if words(gold_text) == words(text) and words(text):
-        return "correct", "same_words"
-    if _suits_library(gold_text) and _suits_library(text):
+    # Against a value it would find one in almost any fragment.
+    unknown = not understood(gold_shapes[0])
+    if unknown and _suits_library(gold_text) and _suits_library(text):
         if library_equal(gold_text, text, loading):
             return "correct", "library"
         return "wrong", "different"
@@ -125,25 +128,14 @@ def judge_key(answer: str) -> tuple[str, str]:
     return "correct", ""
 
 
-def restates(text: str, question: str) -> bool:
-    """Whether a composed answer stands in the question as it is: then it shows no work."""
-    if len(question) > 20_000:
-        question = question[:20_000]
-    shape = read(text)[0]
-    if isinstance(shape, Text):
-        return False
-    if isinstance(shape, Value) and shape.node[0] in ("num", "dec", "var", "const"):
-        return False
-    if isinstance(shape, Value) and shape.node[0] == "neg" and shape.node[1][0] in ("num", "dec"):
-        return False
-    needle = squeeze(text)
-    spread = squeeze(clean(question))
-    return len(needle) > 1 and needle in spread
-
-
 def _unwrapped(gold: str) -> str:
     """A gold may come boxed or in dollars; nothing is searched for in it."""
     return gold if "\\boxed" not in gold else (extract(gold, "reward") or "")
+
+
+def _untexted(text: str) -> str:
+    """The text without the marks that say that a part of it is words."""
+    return squeeze(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text))
 
 
 def _raw(shape) -> bool:

@@ -17,7 +17,8 @@ _SYMBOLS = {
     "\u00d7": r"\times ", "\u00f7": "/", "\u2044": "/", "\u2215": "/", "\u221e": r"\infty ",
     "\u2260": r"\neq ", "\u00b1": r"\pm ", "\u2213": r"\mp ", "\u222a": r"\cup ",
     "\u2229": r"\cap ", "\u2208": r"\in ", "\u2205": r"\emptyset ", "\u2032": "'",
-    "\u2248": r"\approx ", "\u20ac": r"\euro ", "\u00a3": r"\pounds ", "\u3002": ".",
+    "\u2248": r"\approx ", "\u20ac": r"\euro ", "\u00a3": r"\pounds ", "\u2220": r"\angle ",
+    "\u25b3": r"\triangle ", "\u3002": ".",
     "\u3001": ",", "\u2308": r"\lceil ", "\u2309": r"\rceil ", "\u230a": r"\lfloor ",
     "\u230b": r"\rfloor ", "\u221d": r"\propto ", "\u2026": r"\dots ",
 }  # fmt: skip
@@ -42,12 +43,14 @@ _RENAMED = {
     "ne": "neq", "varnothing": "emptyset", "infin": "infty", "operatorname": "text",
     "mathrm": "text", "textbf": "text", "textit": "text", "textrm": "text", "mbox": "text",
     "textnormal": "text", "texttt": "text", "textsf": "text", "mathop": "text",
+    "nicefrac": "frac", "sfrac": "frac", "lnot": "neg", "overrightarrow": "vec",
     "varphi": "phi", "vartheta": "theta", "varepsilon": "epsilon", "colon": ":",
 }  # fmt: skip
 _REPLACED = {
     "lvert": "|", "rvert": "|", "vert": "|", "mid": "|", "lbrack": "[", "rbrack": "]",
     "lt": "<", "gt": ">", "div": "/", "ast": "*", "degree": r"^\circ ", "lor": r"\text{or}",
-    "land": r"\text{and}", "vee": r"\text{or}", "wedge": r"\text{and}",
+    "langle": "(", "rangle": ")", "R": r"\mathbb{R}", "land": r"\text{and}",
+    "vee": r"\text{or}", "wedge": r"\text{and}",
 }  # fmt: skip
 _DROPPED = set(
     "displaystyle textstyle scriptstyle limits nolimits rm bf it left right big Big bigg Bigg bigl "
@@ -55,6 +58,15 @@ _DROPPED = set(
     "boxed fbox mathcal mathscr middle normalsize large Large cal".split()
 )
 _SPACES = set("quad qquad thinspace enspace space hfill hfil".split())
+_PRIME = re.compile(r"\^\s*(?:\{\s*\\prime\s*\}|\\prime(?![a-zA-Z]))")
+_UNIT_FRACTION = re.compile(
+    r"\\frac\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}\s*\{\s*\\text\s*\{([^{}]*)\}\s*\}"
+)
+_INFIX = re.compile(r"\{([^{}]*)\\(over|choose|atop)(?![a-zA-Z])([^{}]*)\}")
+_FUNCTION = re.compile(
+    r"(?<![\\A-Za-z])(?:((?:sqrt|sin|cos|tan|ln|log|exp)(?=\s*\()|sqrt(?=\d))|(pi)(?![A-Za-z]))"
+)
+_ARRAY = re.compile(r"\\begin\s*\{array\}\s*\{[lcr|\s]*\}(.*?)\\end\s*\{array\}", re.DOTALL)
 _MACRO = re.compile(r"\\(left|right)\s*\.|\\([a-zA-Z]+)")
 
 
@@ -78,22 +90,38 @@ def guard(text: str) -> None:
 def clean(text: str) -> str:
     """The normal spelling of an answer. Total: never raises, linear passes only."""
     text = _from_unicode(text)
+    text = re.sub(r"^\s*(\*\*|__|_)(.+)\1\s*$", r"\2", text)
     text = text.replace("{,}", ",").replace(r"\!", "").replace("~", " ")
     text = re.sub(r"(?<!\\)\\[,;: ]", " ", text)
     text = re.sub(r"\\(?:color|hspace|phantom|vspace)\s*\{[^{}]*\}", "", text)
     text = re.sub(r"\\textcolor\s*\{[^{}]*\}", "", text)
     text = _MACRO.sub(_macro, text)
-    text = re.sub(r"\\(?:euro|pounds)\s*([\d.,]+)", r"\1\\text{ foreign}", text)
+    text = _PRIME.sub("'", text)
+    text = re.sub(r"\\(euro|pounds)\s*([\d.,]+)", r"\2\\text{ \1}", text)
+    text = re.sub(r"\b(?:USD|US\\?\$)\s*(?=\d)", r"\\$", text)
     text = re.sub(r"\\?\$\s*(\d[\d.,]*\d|\d)(?!\$)", _dollars, text)
     text = re.sub(r"\\?\$|(?<!\\)\\[()\[\]]", " ", text)
     text = re.sub(r"\^\s*\{\s*\\circ\s*\}", r"^\\circ ", text)
     text = re.sub(r"\\\{\s*\\\}", r"\\emptyset ", text)
-    text = re.sub(r"(\d*)\.(\d*)\\overline\s*\{(\d+)\}", _repeating, text)
+    text = _plain_spellings(text)
+    text = re.sub(r"(\d*)\.(\d*)\\(?:overline|dot|bar)\s*\{(\d+)\}", _repeating, text)
     text = text.replace("**", "^")
     text = re.sub(r"\s+", " ", text).strip()
     while (shorter := _strip_ends(text)) != text:
         text = shorter
     return re.sub(r"(?<![\d,.])(\d{1,3})((?: \d{3})+)(?![\d,])", _spaced_group, text)
+
+
+def _plain_spellings(text: str) -> str:
+    """LaTeX for what is often written without it: ``sqrt(2)``, ``2 to 3``, ``5 \\over 2``."""
+    text = _UNIT_FRACTION.sub(r"\\text{ \1/\2}", text)
+    text = _INFIX.sub(
+        lambda m: (r"\frac" if m[2] == "over" else r"\binom") + f"{{{m[1]}}}{{{m[3]}}}", text
+    )
+    text = _FUNCTION.sub(lambda m: "\\" + (m[1] or m[2] + " "), text)
+    text = _ARRAY.sub(r"\\begin{pmatrix}\1\\end{pmatrix}", text)
+    text = re.sub(r"(?<=\d)\s*(?:\\text\s*\{\s*to\s*\}|\bto\b)\s*(?=\d)", ":", text)
+    return re.sub(r"(?<=\d)\s*\b([apAP])\.?[mM]\.?$", lambda m: rf"\text{{ {m[1].lower()}m}}", text)
 
 
 def _macro(match: re.Match[str]) -> str:
@@ -191,7 +219,7 @@ def _from_unicode(text: str) -> str:
 
 def squeeze(text: str) -> str:
     """The text without blanks and without braces around single characters."""
-    text = re.sub(r"\s+", "", text)
+    text = re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", text)
     return re.sub(r"([\^_]|\\frac|\\sqrt|\\frac\{[^{}]*\})\{(\w)\}", r"\1\2", text)
 
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from fractions import Fraction
 
 from sage_jax.verify import units
 from sage_jax.verify.grammar import Node, ParseError, choose_sign, has_sign_pair, parse
 from sage_jax.verify.normalise import words
+from sage_jax.verify.spelled import COUNTS
+from sage_jax.verify.spelled import number as spelled_number
 
 MAX_ITEMS = 100
 
@@ -65,6 +68,8 @@ class Relation:
 @dataclass(frozen=True)
 class Ratio:
     parts: tuple
+    clock: bool = False  # written like a time of day
+    padded: bool = False  # as 7:05, which no ratio is
 
 
 @dataclass(frozen=True)
@@ -82,23 +87,32 @@ class Raw:
 
 _CONNECTOR = re.compile(r"\\text\s*\{\s*,?\s*(?:and|or)\s*\}|(?<![\\A-Za-z])(?:and|or)(?![A-Za-z])")
 _RELATIONS = ("<", ">", "=", "\\leq", "\\geq", "\\neq", "\\in", "\\approx", "\\equiv", "\\ni")
-_MATRIX = re.compile(r"^\\begin\s*\{([pb]matrix|matrix)\}(.*)\\end\s*\{\1\}$", re.DOTALL)
+_INEQUALITIES = ("<", ">", "\\leq", "\\geq")
+_MATRIX = re.compile(
+    r"^([^&]*?)[(\[]?\s*\\begin\s*\{([pb]matrix|matrix)\}(.*)\\end\s*\{\2\}\s*[)\]]?$", re.DOTALL
+)
+_OUTWARD = re.compile(r"^([\[\](])([^\[\]();]*),([^\[\]();]*)([\[\])])$")
+_COUNTED = re.compile(
+    rf"^([\d.,]+)\s+(dollars\s+)?({'|'.join(COUNTS)})s?(?:\s+(?:of\s+)?([a-z ]+))?$"
+)
 _GROUPED = re.compile(r"^-?\d{1,3}(?:,\d{3})+(?:\.\d+)?$")
-_NUMERALS = {
-    word: number
-    for number, word in enumerate(
-        "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen "
-        "fifteen sixteen seventeen eighteen nineteen twenty".split()
-    )
-}
-_SCALES = {"hundred": 100, "thousand": 1000, "million": 10**6, "billion": 10**9}
-_SPELLED = {"one half": r"\frac{1}{2}", "half": r"\frac{1}{2}", "one third": r"\frac{1}{3}",
-            "two thirds": r"\frac{2}{3}", "one fourth": r"\frac{1}{4}",
-            "one quarter": r"\frac{1}{4}", "three fourths": r"\frac{3}{4}",
-            "three quarters": r"\frac{3}{4}", "infinity": r"\infty",
-            "negative infinity": r"-\infty"}  # fmt: skip
+_CLOCK = re.compile(r"^\d{1,2}(?::[0-5]\d){1,2}(?!\d)")
+_BASE = re.compile(
+    r"(?=[0-9A-F]*\d|[A-F]+ ?_)(?P<digits>[0-9A-Fa-f]+) ?(?:_ ?(?:base[ -]?)?| (?:in )?base[ -]?)"
+    r"(?P<base>\d{1,2}|[a-z]+)"
+)
 _REALS = {"all real numbers", "all reals", "real numbers", "all real values"}
 _SHORT_WORDS = set("yes no odd even all none one two six ten sun mon tue wed thu fri sat".split())
+
+
+def understood(shape) -> bool:
+    """Whether no part of an answer is ``Raw``."""
+    if isinstance(shape, Raw):
+        return False
+    if isinstance(shape, Matrix):
+        return all(understood(cell) for row in shape.rows for cell in row)
+    parts = (getattr(shape, name, ()) for name in ("items", "parts", "terms"))
+    return all(understood(part) for some in parts for part in some)
 
 
 def read(text: str) -> list:
@@ -113,8 +127,10 @@ def _shape(text: str):
     text = text.strip()
     if not text:
         return Raw("")
-    spelled = _spelled(words(text))
-    if spelled is not None:
+    inside = re.fullmatch(r"\\text\s*\{\s*([A-Za-z]|[\d.,/%-]*\d%?)\s*\}", text)
+    if inside:
+        return _shape(inside.group(1))
+    if (spelled := spelled_number(words(text))) is not None:
         return _shape(spelled)
     if words(text) in _REALS or text.replace(" ", "") == "\\mathbb{R}":
         ends = (Value(("neg", ("const", "inf"))), Value(("const", "inf")))
@@ -125,7 +141,12 @@ def _shape(text: str):
         return _value(text.replace(",", ""))
     connected = _split_connectors(text)
     if len(connected) > 1:
-        return _listing(connected)
+        both = _both(text, connected)
+        return both if both is not None else _listing(connected)
+    outward = _OUTWARD.match(text)
+    if outward and (outward[1] == "]" or outward[4] == "["):  # ]0, 1] is (0, 1]
+        ends = (_shape(outward[2]), _shape(outward[3]))
+        return Bracket(outward[1].replace("]", "("), outward[4].replace("[", ")"), ends)
     if text.startswith("\\pm") or "\\pm" in text or "\\mp" in text:
         value = _signed_pair(text)
         if value is not None:
@@ -146,8 +167,7 @@ def _single(text: str):
         return Listing(())
     match = _MATRIX.match(text)
     if match:
-        rows = re.split(r"\\\\(?:\[[^\]]*\])?", match.group(2).strip().removesuffix("\\\\"))
-        return Matrix(tuple(tuple(_shape(cell) for cell in row.split("&")) for row in rows))
+        return _matrix(text, match.group(1), match.group(3))
     if text.startswith("\\{") and text.endswith("\\}"):
         inner = text[2:-2]
         described = re.match(r"\s*[a-zA-Z]\s*(?:\||:|\\text\{\s*such that\s*\})(.*)", inner)
@@ -163,18 +183,21 @@ def _single(text: str):
             return _shape(text[1:-1])
     relation = _relation(text)
     if relation is not None:
-        return relation
+        return _spread(relation)
     return _ratio(text) or _based(text) or _value(text)
 
 
 def _value(text: str):
     percent = re.match(r"^(.*?)\s*(?:\\%|%|\\text\s*\{\s*percent\s*\}|percent)$", text, re.DOTALL)
     body, unit = units.split(percent.group(1) if percent else text)
-    scaled = re.match(r"^([\d.,]+)\s+(million|billion|thousand|hundred)$", f"{body} {unit}".strip())
+    counted = _COUNTED.match(" ".join(re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text).split()))
     try:
-        if scaled:
-            number = scaled.group(1).replace(",", "")
-            return Value(("mul", parse(number), ("num", _SCALES[scaled.group(2)])))
+        if re.search(r"[fgh]\([^()]*[fgh]\(", body):
+            raise ParseError("a composition is no product")
+        if counted:
+            number, dollars, count, unit = counted.groups(default="")
+            node = ("mul", parse(number.replace(",", "")), ("num", Fraction(COUNTS[count])))
+            return Value(node, (unit or dollars).strip())
         if _GROUPED.match(body):
             body = body.replace(",", "")
         return Value(parse(body), unit, bool(percent))
@@ -194,7 +217,7 @@ def _listing(parts: list[str]):
 
 def _signed_pair(text: str):
     """``a \\pm b`` as its two values, with a left-hand side if there was one."""
-    if any(mark in text for mark in ("<", ">", ",", ";", "\\leq", "\\geq", "\\cup")):
+    if any(mark in text for mark in (*_INEQUALITIES, ",", ";", "\\cup")):
         return None
     head, equals, tail = text.rpartition("=")
     try:
@@ -208,6 +231,67 @@ def _signed_pair(text: str):
     if left is not None:
         return Listing(tuple(Relation((left, value), ("=",)) for value in values))
     return Listing(tuple(values))
+
+
+def _matrix(text: str, before: str, body: str):
+    """A matrix; a factor in front of it goes into its cells."""
+    rows = re.split(r"\\\\(?:\[[^\]]*\])?", body.strip().removesuffix("\\\\"))
+    cells = [[_shape(cell) for cell in row.split("&")] for row in rows]
+    if before.strip():
+        try:
+            factor = parse(before.strip().removesuffix("\\cdot"))
+        except ParseError:
+            return Raw(text)
+        if not all(isinstance(cell, Value) for row in cells for cell in row):
+            return Raw(text)
+        cells = [[Value(("mul", factor, cell.node)) for cell in row] for row in cells]
+    return Matrix(tuple(tuple(row) for row in cells))
+
+
+def _spread(relation: Relation):
+    """``(x, y) = (1, 2)`` as two equations, ``x \\in \\{1, 2\\}`` as its set."""
+    left, right = relation.terms[0], relation.terms[-1]
+    if relation.operators == ("\\in",) and isinstance(right, Listing) and right.items:
+        return right
+    if relation.operators != ("=",) or not isinstance(left, Bracket):
+        return relation
+    if not isinstance(right, Bracket) or len(left.items) != len(right.items):
+        return relation
+    if any(not isinstance(name, Value) or name.node[0] != "var" for name in left.items):
+        return relation
+    pairs = zip(left.items, right.items, strict=True)
+    return Listing(tuple(Relation(pair, ("=",)) for pair in pairs))
+
+
+def _both(text: str, parts: list[str]) -> Relation | Raw | None:
+    """``x > 1 and x < 3`` as one chain; None if the parts are no bounds of one variable."""
+    if "and" not in text or len(parts) != 2:
+        return None
+    first, second = (_bound(_shape(part)) for part in parts)
+    if first is None or second is None or first[0] != second[0]:
+        return None
+    if first[1] == second[1]:
+        return Raw(text)
+    (name, _, low, from_low), (_, _, high, to_high) = (
+        (first, second) if second[1] else (second, first)
+    )
+    return Relation((low, name, high), (from_low, to_high))
+
+
+def _bound(shape) -> tuple | None:
+    """Variable, whether it is bounded above, the bound, and the operator read upwards."""
+    if not isinstance(shape, Relation) or len(shape.operators) != 1:
+        return None
+    left, right = shape.terms
+    operator = shape.operators[0]
+    if operator not in _INEQUALITIES or not isinstance(left, Value):
+        return None
+    upwards = {">": "<", "\\geq": "\\leq"}.get(operator, operator)
+    if left.node[0] == "var":
+        return left, operator == upwards, right, upwards
+    if isinstance(right, Value) and right.node[0] == "var":
+        return right, operator != upwards, left, upwards
+    return None
 
 
 def _relation(text: str) -> Relation | None:
@@ -230,6 +314,8 @@ def _relation(text: str) -> Relation | None:
     if not operators:
         return None
     terms.append(text[start:].strip())
+    if not any(terms) or not (terms[0] or terms[-1]):
+        return None
     shapes = tuple(_shape(term) if term else Raw("") for term in terms)
     return Relation(shapes, tuple(operators))
 
@@ -238,19 +324,18 @@ def _ratio(text: str) -> Ratio | None:
     parts = split_top(text, (":",))
     if len(parts) < 2 or not all(parts):
         return None
-    return Ratio(tuple(_value(part) for part in parts))
+    clock, padded = bool(_CLOCK.match(text)), bool(re.search(r":0\d", text))
+    return Ratio(tuple(_value(part) for part in parts), clock, padded)
 
 
 def _based(text: str) -> Based | None:
-    plain = re.sub(r"\\text\s*\{([0-9A-Fa-f]+)\}", r"\1", text)
-    match = re.match(r"^(?=[0-9A-F]*\d|[A-F]+_)([0-9A-Fa-f]+)\s*_\s*\{?\s*(\d{1,2})\s*\}?$", plain)
-    return Based(match.group(1).upper(), int(match.group(2))) if match else None
-
-
-def _spelled(found: str) -> str | None:
-    if found in _SPELLED:
-        return _SPELLED[found]
-    return str(_NUMERALS[found]) if found in _NUMERALS else None
+    plain = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    plain = " ".join(re.sub(r"[(){}]", " ", plain).split())
+    match = _BASE.fullmatch(plain)
+    if not match:
+        return None
+    base = match["base"] if match["base"].isdigit() else spelled_number(match["base"]) or "0"
+    return Based(match["digits"].upper(), int(base)) if base.isdigit() and int(base) > 1 else None
 
 
 def _is_text(text: str) -> bool:

@@ -19,7 +19,7 @@ REFUSALS = (
     *("raised", "early_exit", "crashed", "cpu_limit", "wall_limit", "output_limit"),
     *("no_inputs", "bad_input", "inputs_too_large"),
     *("not_plain", "too_deep", "result_too_large", "nondeterministic"),
-    *("trivial_constant", "trivial_identity"),
+    *("trivial_constant", "trivial_identity", "trivial_empty"),
 )
 
 

@@ -29,6 +29,7 @@ class Tests:
     def __init__(self, plan):
         self.plan = plan
         self._codes, self._pairs = {}, None
+        self.expect_stop = any("StopIteration" in chunk for chunk in plan.get("chunks", ()))
         self.modules, self.loose = [], []
         self._given = ast.Module([], [])
         trees = []
@@ -109,11 +110,11 @@ def definitions(texts, names):
 def shareable(plan, modules, trees):
     """Whether running the tests cannot leave anything behind in the process.
 
-    Pairs of values and expected output cannot. Asserts run with new globals each time; they are
-    taken when they use only stateless modules, set no attributes, and reach for no inner names.
-    Anything doubtful gets a judge of its own for every program.
+    Pairs of values, expected output and inputs of a reference cannot. Asserts run with new globals
+    each time; they are taken when they use only stateless modules, set no attributes, and reach for
+    no inner names. Anything doubtful gets a judge of its own for every program.
     """
-    if plan["mode"] in ("io", "stdout"):
+    if plan["mode"] in ("io", "stdout", "reference"):
         return True
     if plan["mode"] != "asserts" or not STATELESS.issuperset(modules):
         return False

@@ -5,6 +5,7 @@ that stays with its owner. A frame is four length bytes and JSON text, at most M
 """
 
 import collections
+import datetime
 import decimal
 import fractions
 import json
@@ -97,6 +98,10 @@ def encode(value, handle, depth=0):
         return {"e": [[encode(item, handle, down) for item in value], value.maxlen]}
     if kind is collections.Counter or kind is collections.OrderedDict:
         return {"o" if kind is collections.OrderedDict else "n": _pairs(value, handle, down)}
+    if kind in (datetime.date, datetime.time, datetime.datetime):
+        return {"l": [kind.__name__, value.isoformat()]}
+    if kind is datetime.timedelta:
+        return {"l": ["timedelta", value.days, value.seconds, value.microseconds]}
     for base in (bool, int, float, str, list, tuple, dict, set, frozenset, bytes):
         if issubclass(kind, base):
             return encode(_plain_base(value, base), handle, down)
@@ -155,6 +160,14 @@ def _mapping(body, handle, depth):
     return {decode(key, handle, depth): decode(item, handle, depth) for key, item in body}
 
 
+def _calendar(body, handle, depth):
+    name, *values = body
+    if name == "timedelta":
+        return datetime.timedelta(*map(int, values))
+    kinds = {"date": datetime.date, "time": datetime.time, "datetime": datetime.datetime}
+    return kinds[name].fromisoformat(*values)
+
+
 def _integer(text):
     return int(text, 16)
 
@@ -177,6 +190,7 @@ _DECODERS = {
     ),
     "o": lambda body, handle, depth: collections.OrderedDict(_mapping(body, handle, depth)),
     "n": lambda body, handle, depth: collections.Counter(_mapping(body, handle, depth)),
+    "l": _calendar,
     "h": lambda body, handle, depth: handle(body),
 }
 

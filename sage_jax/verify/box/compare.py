@@ -6,6 +6,8 @@ import math
 from codec import CodecError
 from remote import Remote
 
+MAX_INT_BITS = 14_000
+
 
 def parse_input(text):
     """Argument tuple of one input line: ``3, [1]`` and ``(3, [1])`` are two arguments."""
@@ -60,7 +62,11 @@ def literal(value):
     kind = type(value)
     if kind is float and not math.isfinite(value):
         raise CodecError("not_plain")
-    if value is None or kind in (bool, int, float, str, bytes, complex):
+    if value is None or kind in (bool, float, str, bytes, complex):
+        return repr(value)
+    if kind is int:
+        if value.bit_length() > MAX_INT_BITS:  # Python does not write it in decimal
+            raise CodecError("result_too_large")
         return repr(value)
     if kind is list:
         return "[" + ", ".join(map(literal, value)) + "]"

@@ -1,10 +1,10 @@
 """What a slot does for every program: fork a locked solution, give it a judge, watch, clean up.
 
-The judge is forked for a set of tests and serves the programs that come with the same tests one
-after another, each over a socket of its own; what could let one of them touch the verdict on a
-later one ends it (see ``serve_run`` and ``checks.shareable``). The slot itself is blind: programs
-and tests pass through it as descriptors that are never read here, so nothing of them stays in
-memory for a later program.
+A judge serves one program after another, each over a socket of its own, and reads the tests of
+each that comes with other tests than the one before; what could let one of them touch the verdict
+on a later one ends it (see ``serve_run`` and ``checks.shareable``). The slot itself is blind:
+programs and tests pass through it as descriptors that are never read here, so nothing of them stays
+in memory for a later program.
 """
 
 import _socket
@@ -45,10 +45,10 @@ class Confinement:
 
 
 class Judge:
-    """A live judge process: its tests, its socket, its clock."""
+    """A live judge process: the tests it holds, its CPU limit, its socket, its clock."""
 
-    def __init__(self, key, child, ready, link, proc):
-        self.key, self.child, self.link = key, child, link
+    def __init__(self, limit, child, ready, link, proc):
+        self.key, self.limit, self.child, self.link = "", limit, child, link
         self.locked = os.read(ready, 1) == b"1"
         os.close(ready)
         self.clock = Clock(child, proc)
@@ -187,8 +187,8 @@ class Runner:
         finally:
             os._exit(70)
 
-    def _judge_for(self, key, plan, cpu):
-        if self._judge is not None and self._judge.key == key and self._judge.alive():
+    def _judge_for(self, cpu):
+        if self._judge is not None and self._judge.limit == cpu and self._judge.alive():
             self._judge.clock.restart()
             return self._judge
         self.rest()
@@ -196,13 +196,13 @@ class Runner:
         # Its own timer ends a run; the limit is for one whose tests disarm that.
         limits = {"cpu": cpu + 2 * JUDGE_EXTRA_CPU, "memory": JUDGE_MEMORY}
         child, ready = self.fork(
-            [plan, None, None, theirs.fileno()],
+            [None, None, None, theirs.fileno()],
             limits,
             True,
-            lambda: judge.main(0, _socket.socket(fileno=3)),
+            lambda: judge.main(_socket.socket(fileno=3)),
         )
         theirs.close()
-        self._judge = Judge(key, child, ready, ours, self._how.proc)
+        self._judge = Judge(cpu, child, ready, ours, self._how.proc)
         return self._judge
 
     def rest(self):
@@ -233,7 +233,7 @@ class Runner:
         """Run one program to its verdict; returns the account of it."""
         began = time.monotonic()
         script, limits = request["script"], request["limits"]
-        keeper = self._judge_for(request["key"], plan, limits["cpu"])
+        keeper = self._judge_for(limits["cpu"])
         ours, theirs = _socket.socketpair()
         output_in, output_out = os.pipe()
         stdout_in, stdout_out = os.pipe() if script else (None, None)
@@ -244,8 +244,12 @@ class Runner:
             lambda: solution.main(4, 3, script, request["mutates"]),
         )
         handed = [ours.fileno()] + ([stdout_in] if script else [])
+        new = keeper.key != request["key"]
+        handed += [plan] if new else []
+        keeper.key = request["key"]
         try:
-            message = {"cpu": limits["cpu"] + JUDGE_EXTRA_CPU, "case": request["case"]}
+            cpu = limits["cpu"] + JUDGE_EXTRA_CPU
+            message = {"cpu": cpu, "case": request["case"], "new_tests": new}
             send(keeper.link, message, handed)
         except OSError:
             pass  # a judge that died meanwhile is found out below
