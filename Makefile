@@ -22,7 +22,7 @@ lint: $(STAMP)-dev
 parity: $(STAMP)-dev $(STAMP)-parity
 	$(BIN)/python -m pytest -m parity --durations=5
 
-# Eight fake CPU devices.
+# Eight fake CPU devices, and two processes of four.
 multidevice: $(STAMP)-dev
 	$(BIN)/python -m pytest -m multidevice --durations=5
 

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Run on all CUDA GPUs of this machine, in one process.
+# Run on all CUDA GPUs of this machine, in one process; on several machines, in one on each.
 #
 #   launch/gpu_node.sh [flags] -- --config=configs/qwen4b.py [arguments of sage_jax.main]
 #
@@ -12,7 +12,8 @@
 # --dry-run          print every command and run none
 # --help             this text
 #
-# CUDA_VISIBLE_DEVICES chooses among the GPUs, as everywhere.
+# CUDA_VISIBLE_DEVICES chooses among the GPUs, as everywhere. Several machines form one run where
+# each has COORDINATOR_ADDRESS (host:port of process 0), NUM_PROCESSES and its own PROCESS_ID set.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=lib.sh

@@ -11,6 +11,7 @@
 # --queued             ask for a queued resource, which waits for capacity
 # --spot               cheaper, and may be taken away at any time
 # --bucket=gs://B/P    keep copies of the run there; default: on this machine, in --results
+# --nfs=HOST:/EXPORT   mount this at runs/ on every host: needed where a slice has several hosts
 # --results=DIR        where results come to on this machine (default runs/NAME)
 # --sync=SECONDS       how often a copy is taken while the run goes on (default 600)
 # --poll=SECONDS       how often a slice in the making is looked at (default 30)
@@ -29,8 +30,8 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 source "$ROOT/launch/lib.sh"
 
 SWITCHES="queued spot delete"
-VALUES="name zone project type version bucket results sync poll wait max-restarts"
-NAME="" ZONE="" PROJECT="" TYPE=v5litepod-8 VERSION=v2-alpha-tpuv5-lite BUCKET="" RESULTS=""
+VALUES="name zone project type version bucket nfs results sync poll wait max-restarts"
+NAME="" ZONE="" PROJECT="" TYPE=v5litepod-8 VERSION=v2-alpha-tpuv5-lite BUCKET="" NFS="" RESULTS=""
 SYNC=600 POLL=30 WAIT=86400 MAX_RESTARTS=10 QUEUED="" SPOT="" DELETE=""
 REMOTE=sage_jax # below the home of the user there
 parse_flags "$@"
@@ -46,6 +47,9 @@ need_args
 set_workdir "runs/$NAME"
 [[ $WORKDIR =~ ^[A-Za-z0-9._-][A-Za-z0-9._/-]*$ ]] ||
     die "--workdir=$WORKDIR: give a path below the project, of letters, digits and '._-/'"
+[[ -z $NFS || $NFS =~ ^[A-Za-z0-9.-]+:/[A-Za-z0-9._/-]*$ ]] || die "--nfs=$NFS: give HOST:/EXPORT"
+[[ -z $NFS || $WORKDIR == runs/* ]] ||
+    die "--workdir=$WORKDIR: give a folder below runs, which all hosts share through --nfs"
 RESULTS=${RESULTS:-runs/$NAME}
 [[ -n $DRY_RUN ]] || command -v gcloud >/dev/null ||
     die "gcloud: not found; install the Google Cloud CLI and run 'gcloud auth login'"
@@ -168,7 +172,9 @@ install() {
     run tar -czf "$archive" -C "$ROOT" --exclude=.git --exclude=.venv --exclude=./runs \
         --exclude=.jax_cache --exclude=.launch --exclude=__pycache__ . &&
         run "${vm[@]}" scp "$archive" "$NAME:sage_jax.tgz" "${where[@]}" --worker=all &&
-        on_workers all "mkdir -p $REMOTE && tar -xzf sage_jax.tgz -C $REMOTE"
+        on_workers all "mkdir -p $REMOTE/runs && tar -xzf sage_jax.tgz -C $REMOTE"
+    [[ -z $NFS ]] ||
+        on_workers all "mountpoint -q $REMOTE/runs || { { command -v mount.nfs || sudo apt-get install --yes nfs-common; } && sudo mount -t nfs $NFS $REMOTE/runs && sudo chmod 1777 $REMOTE/runs; }"
 }
 
 # A copy counts only once it is whole: the former one stays until then.
@@ -189,15 +195,17 @@ save_results() {
 }
 
 # Puts the last copy onto a new slice, so that the run continues; nothing where there is none, or
-# where the slice has the run's folder itself.
+# where the slice has the run's folder itself. One host writes a folder that all share.
 restore_results() {
+    local to=all
+    [[ -z $NFS ]] || to=0
     if [[ -n $BUCKET ]]; then
-        on_workers all "if [ ! -d $REMOTE/$WORKDIR ] && side=\$(gcloud storage cat $(quoted "$BUCKET/latest") 2>/dev/null); then mkdir -p $REMOTE/$WORKDIR && gcloud storage rsync --recursive $(quoted "$BUCKET/copy")\$side $REMOTE/$WORKDIR; fi"
+        on_workers "$to" "if [ ! -d $REMOTE/$WORKDIR ] && side=\$(gcloud storage cat $(quoted "$BUCKET/latest") 2>/dev/null); then mkdir -p $REMOTE/$WORKDIR && gcloud storage rsync --recursive $(quoted "$BUCKET/copy")\$side $REMOTE/$WORKDIR; fi"
     elif [[ -d $RESULTS/checkpoints || -n $DRY_RUN ]]; then
         run tar -czf "$scratch/results.tgz" -C "$RESULTS" . &&
             run "${vm[@]}" scp "$scratch/results.tgz" "$NAME:results.tgz" "${where[@]}" \
-                --worker=all &&
-            on_workers all "[ -d $REMOTE/$WORKDIR ] || { mkdir -p $REMOTE/$WORKDIR && tar -xzf results.tgz -C $REMOTE/$WORKDIR; }"
+                "--worker=$to" &&
+            on_workers "$to" "[ -d $REMOTE/$WORKDIR ] || { mkdir -p $REMOTE/$WORKDIR && tar -xzf results.tgz -C $REMOTE/$WORKDIR; }"
     fi
 }
 

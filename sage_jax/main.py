@@ -12,6 +12,7 @@ from ml_collections import config_flags
 
 from sage_jax import config as schema
 from sage_jax import overrides
+from sage_jax.core import ending
 
 # Its advice about absent frameworks is not for users of this project.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -140,7 +141,8 @@ def _unusable(path: Path, folder: bool) -> str:
 
 def main(argv: list[str]) -> int:
     """Exit code: 0 done, 1 some input lines were bad, 2 usage or config, 143 saved on SIGTERM."""
-    from sage_jax.core.distributed import DistributedError, start
+    from sage_jax.core.distributed import start
+    from sage_jax.core.ending import ProcessError
     from sage_jax.tasks.sources import SourceError
     from sage_jax.verify import IsolationError
 
@@ -159,11 +161,11 @@ def main(argv: list[str]) -> int:
         workdir = Path(WORKDIR.value or f"runs/{name}")
         files = (Path(INPUT.value), Path(OUTPUT.value))
         job = modes.Job(config, overrides, workdir, *files, named=bool(WORKDIR.value))
-        return modes.MODES[MODE.value](job, StopRequest())
-    except (UsageError, schema.ConfigError, SourceError, IsolationError, DistributedError) as error:
+        return modes.run(MODE.value, job, StopRequest())
+    except (UsageError, schema.ConfigError, SourceError, IsolationError, ProcessError) as error:
         print(f"sage_jax: {error}", file=sys.stderr)
         return 2
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    sys.exit(ending.leave(main(sys.argv)))

@@ -5,12 +5,14 @@ import dataclasses
 import fcntl
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from sage_jax import config as schema
 from sage_jax import offline
+from sage_jax.core import hosts
 from sage_jax.core.checkpoint import CheckpointError, Checkpoints
 from sage_jax.evaluate import Evaluator, first_of_each_domain, write_answers
 from sage_jax.methods.graph import Cancelled
@@ -18,7 +20,8 @@ from sage_jax.methods.measure import accuracy, all_samples
 from sage_jax.methods.sage import Sage
 from sage_jax.models import hf, lora, peft
 from sage_jax.report.progress import Progress, accuracy_summary, setup_logging
-from sage_jax.run import check_fit, start
+from sage_jax.resume import check_fit
+from sage_jax.run import start
 from sage_jax.runtime import (
     Model,
     Placement,
@@ -53,31 +56,45 @@ class Job:
 @contextlib.contextmanager
 def sole_use(workdir: Path) -> Iterator[None]:
     """Make the folder and keep other runs out of it. ConfigError while one is in there."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    with (workdir / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise schema.ConfigError(
-                f"{workdir} is in use by another run; let it end, or choose another --workdir"
-            ) from error
+    with contextlib.ExitStack() as held:
+        with hosts.together():
+            if hosts.first():
+                _lock(workdir, held)
         yield
+
+
+def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
+    workdir.mkdir(parents=True, exist_ok=True)
+    file = held.enter_context((workdir / "lock").open("w"))
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise schema.ConfigError(
+            f"{workdir} is in use by another run; let it end, or choose another --workdir"
+        ) from error
+
+
+def say(text: str, to: TextIO | None = None) -> None:
+    """Print a result, once a run."""
+    if hosts.first():
+        print(text, file=to or sys.stdout)
 
 
 def run_train(job: Job, stop) -> int:
     """Train, or continue, in the work directory."""
     config = job.config
-    checkpoints = job.workdir / "checkpoints"
-    done = newest_step(checkpoints)
+    hosts.check_shared(job.workdir)
+    done = newest_step(job.workdir / "checkpoints")
     if done is not None and done >= config.train.steps:
-        print(
+        say(
             f"{job.workdir} is finished: step {done} of train.steps={config.train.steps}; "
             "raise train.steps to go on, or choose another --workdir"
         )
         return 0
-    log = setup_logging(quiet=config.report.quiet)
+    log = setup_logging(quiet=config.report.quiet or not hosts.first())
     with sole_use(job.workdir), start(config, job.workdir, stop) as run:
-        schema.dump(config, job.overrides, job.workdir / "config.json")
+        if hosts.first():
+            schema.dump(config, job.overrides, job.workdir / "config.json")
         log.info(table(run, job.workdir))
         stopped, failure = False, ""
         try:
@@ -89,8 +106,10 @@ def run_train(job: Job, stop) -> int:
         saved = run.checkpoints.latest
     # Below the status line, which ends with the run.
     if failure:
-        print(f"sage_jax: stopped at step {run.step}: {failure}", file=sys.stderr)
+        say(f"sage_jax: stopped at step {run.step}: {failure}", sys.stderr)
         return 1
+    if not hosts.first():
+        return TERMINATED if stopped else 0
     if stopped and saved is None:
         log.warning("stopped before the first step: nothing to save; the same command starts anew")
     elif stopped:
@@ -119,6 +138,8 @@ def trained_model(job: Job, place: Placement) -> tuple[Model, str]:
     when the one that was named holds no checkpoint.
     """
     folder = job.workdir / "checkpoints"
+    if job.named:
+        hosts.check_shared(job.workdir)
     step = newest_step(folder) if job.named or "model.path" not in job.overrides else None
     if step is None and job.named:
         raise schema.ConfigError(
@@ -145,23 +166,25 @@ def trained_model(job: Job, place: Placement) -> tuple[Model, str]:
 def run_eval(job: Job, stop) -> int:
     """Greedy accuracy on eval.benchmarks, or on valid.path judged as in training."""
     config = job.config
-    job.workdir.mkdir(parents=True, exist_ok=True)
-    setup_logging(quiet=config.report.quiet)
+    quiet = config.report.quiet or not hosts.first()
+    setup_logging(quiet=quiet)
     place = placement(config)
     names = list(config.eval.benchmarks) or [config.valid.path]
     policy = "eval" if config.eval.benchmarks else "reward"
-    suites = {name: sources.load([name]) for name in names}
-    method = Sage(config, make_prompts(config))
+    with hosts.together():
+        job.workdir.mkdir(parents=True, exist_ok=True)
+        suites = {name: sources.load([name]) for name in names}
+        method = Sage(config, make_prompts(config))
     results = {}
     with (
         make_verifier(config, policy) as verifier,
-        Progress(len(suites), quiet=config.report.quiet) as progress,
+        Progress(len(suites), quiet=quiet) as progress,
     ):
         model, origin = trained_model(job, place)
         engine = make_engine(config, model.cfg, place, notice=progress.stage)
         engine.start(decode_weights(model.weights, model.cfg, place, config.model.dtype))
         evaluator = Evaluator(config, engine, verifier, model.tokens, method)
-        print(f"evaluating {origin} (verifier policy {policy})")
+        say(f"evaluating {origin} (verifier policy {policy})")
         for number, (name, tasks) in enumerate(suites.items()):
             tasks = first_of_each_domain(tasks, config.valid.limit)
             try:
@@ -173,7 +196,7 @@ def run_eval(job: Job, stop) -> int:
                     stop=stop,
                 )
             except Cancelled:
-                print(f"sage_jax: stopped before the end of {name}", file=sys.stderr)
+                say(f"sage_jax: stopped before the end of {name}", sys.stderr)
                 return TERMINATED
             samples = all_samples(episodes)
             if not samples:
@@ -187,19 +210,25 @@ def run_eval(job: Job, stop) -> int:
                 "truncated": sum(s.completion.finish == "length" for s in samples) / len(samples),
                 "masked": sum(s.judged.masked for s in samples) / len(samples),
             }
-            write_answers(job.workdir / f"eval_{number}_{Path(name).stem}.jsonl", episodes)
-            print(f"{name}: accuracy {results[name]['accuracy']:.4f} on {len(samples)} items")
+            if hosts.first():
+                write_answers(job.workdir / f"eval_{number}_{Path(name).stem}.jsonl", episodes)
+            say(f"{name}: accuracy {results[name]['accuracy']:.4f} on {len(samples)} items")
     summary = {"model": origin, "policy": policy, "results": results}
-    (job.workdir / "eval.json").write_text(json.dumps(summary, indent=1) + "\n")
+    if hosts.first():
+        (job.workdir / "eval.json").write_text(json.dumps(summary, indent=1) + "\n")
     return 0
 
 
 def _offline(work: Callable) -> Callable[[Job, Callable], int]:
     def run(job: Job, stop) -> int:
-        setup_logging(quiet=job.config.report.quiet)
+        quiet = job.config.report.quiet or not hosts.first()
+        setup_logging(quiet=quiet)
         place = placement(job.config)
-        job.output.parent.mkdir(parents=True, exist_ok=True)
-        with Progress(1, quiet=job.config.report.quiet) as progress:
+        with hosts.together():
+            job.output.parent.mkdir(parents=True, exist_ok=True)
+            lines = f"{zlib.crc32(job.input.read_bytes()):08x}"
+        hosts.check_same({"--input": lines})
+        with Progress(1, quiet=quiet) as progress:
 
             def stage(name: str, pending: Callable[[], Iterable[str]]) -> None:
                 if stop():
@@ -210,10 +239,10 @@ def _offline(work: Callable) -> Callable[[Job, Callable], int]:
             try:
                 problems = work(job.config, model, place, job.input, job.output, stage)
             except Cancelled:
-                print(f"sage_jax: stopped before the end of {job.input}", file=sys.stderr)
+                say(f"sage_jax: stopped before the end of {job.input}", sys.stderr)
                 return TERMINATED
         for problem in problems:
-            print(f"{job.input}:{problem.line}: {problem.text}", file=sys.stderr)
+            say(f"{job.input}:{problem.line}: {problem.text}", sys.stderr)
         return 1 if problems else 0
 
     return run
@@ -236,7 +265,7 @@ def run_export(job: Job, stop) -> int:
             hf.export(merged, model.cfg, job.output, source_dir=model.folder)
     except ValueError as error:
         raise schema.ConfigError(f"--output={job.output}: {error}") from error
-    print(f"exported {origin} to {job.output}; read back and equal")
+    say(f"exported {origin} to {job.output}; read back and equal")
     return 0
 
 
@@ -249,6 +278,11 @@ def run_sft(job: Job, stop) -> int:
     if c.lora.rank:
         raise schema.ConfigError(
             f"lora.rank={c.lora.rank}: --mode=sft trains all weights; set lora.rank=0"
+        )
+    if hosts.count() > 1:
+        raise schema.ConfigError(
+            f"--mode=sft runs in one process on one device, this is one of {hosts.count()}: start "
+            "it alone"
         )
     settings = SftSettings(
         model_path=model_path(c.model.path),
@@ -283,4 +317,11 @@ MODES = {
     "score": _offline(offline.score),
     "export": run_export,
 }
+
+
+def run(mode: str, job: Job, asked: Callable[[], bool]) -> int:
+    """Exit code of a mode. A stop that one of several processes is asked for stops all of them."""
+    return MODES[mode](job, lambda: hosts.any_of(asked()))
+
+
 enable_compilation_cache()

@@ -3,13 +3,17 @@
 import codecs
 import dataclasses
 import json
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import TextIO
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sage_jax.core import hosts
+from sage_jax.core.mesh import whole
 from sage_jax.core.rng import row_key
 from sage_jax.learn.score import token_logps
 from sage_jax.rollout.admission import bucket_of
@@ -95,6 +99,11 @@ def _token_problem(name: str, ids: list, vocab_size: int) -> str:
         if type(token) is not int or not 0 <= token < vocab_size:
             return f"{name} holds {token!r:.80}: ids are integers in [0, {vocab_size})"
     return ""
+
+
+def _output(target: Path) -> TextIO:
+    """The file to write, which of several processes the first one does."""
+    return open(target if hosts.first() else os.devnull, "w")
 
 
 def _generate_problem(row: dict, vocab_size: int) -> str:
@@ -192,7 +201,7 @@ def generate(
     planned, more = _plan_rows(good, model)
     problems = sorted(problems + more, key=lambda p: p.line)
     rows = [row for _, group in planned for row in group]
-    with target.open("w") as file:
+    with _output(target) as file:
         if not rows:
             return problems
         engine = Engine(
@@ -257,7 +266,7 @@ def score(
     for batch in _score_batches(rows, config.optim.micro_rows):
         stage("score", [batch[0]["id"]].copy)
         logps.update(_score_batch(config, model, place, batch))
-    with target.open("w") as file:
+    with _output(target) as file:
         for row in rows:
             file.write(json.dumps({"id": row["id"], "logps": logps[row["id"]]}) + "\n")
     return sorted(problems, key=lambda p: p.line)
@@ -290,7 +299,7 @@ def _score_batch(config, model: Model, place: Placement, batch: list[dict]) -> d
         attend=config.model.attention,
         chunk=config.optim.logit_chunk,
     )
-    logp_bt = np.asarray(logp_bt)
+    logp_bt = whole(logp_bt)
     return {
         row["id"]: [float(x) for x in logp_bt[i, 1 : len(row["tokens"])]]
         for i, row in enumerate(batch)

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import io
 import json
 import resource
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -13,6 +15,7 @@ from typing import Any
 
 from sage_jax import roles
 from sage_jax.config import ConfigError, flatten
+from sage_jax.core import hosts
 from sage_jax.core.checkpoint import CheckpointError, Checkpoints
 from sage_jax.evaluate import first_of_each_domain
 from sage_jax.learn.optimizer import UpdateSettings, lr_factor, make_optimizer, with_lr_factor
@@ -23,7 +26,9 @@ from sage_jax.report.episodes import EpisodeWriter
 from sage_jax.report.jsonl import cut
 from sage_jax.report.metrics import MetricsWriter
 from sage_jax.report.progress import Progress
+from sage_jax.resume import changed_fields, restore_newest, saved_parts
 from sage_jax.rollout.engine import Engine
+from sage_jax.rollout.verdicts import SharedVerifier
 from sage_jax.runtime import (
     CompileCounter,
     Model,
@@ -56,7 +61,7 @@ class Run:
     method: Sage
     pool: Pool
     valid_items: list[Task]
-    verifier: Verifier
+    verifier: Verifier | SharedVerifier
     engine: Engine
     update: Update
     state: TrainState
@@ -168,8 +173,10 @@ def _bracketed(text: str) -> str:
 @contextlib.contextmanager
 def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
     """Build a run in `workdir`, continuing from its newest checkpoint when there is one."""
-    seeds, valid = load_tasks(config)
-    method = Sage(config, make_prompts(config))
+    with hosts.together():
+        seeds, valid = load_tasks(config)
+        method = Sage(config, make_prompts(config))
+    hosts.check_same(_digests(config, method, seeds, valid))
     place = placement(config)
     try:
         checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
@@ -182,7 +189,8 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
             Progress(
                 config.train.steps,
                 done,
-                quiet=config.report.quiet,
+                stream=None if hosts.first() else io.StringIO(),
+                quiet=config.report.quiet or not hosts.first(),
                 heartbeat=config.report.heartbeat,
             )
         )
@@ -204,18 +212,20 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
             done, arrays, host = restore_newest(checkpoints, state, model, config, progress)
             state = state._replace(**arrays["rest"], params=arrays["params"])
             pool = Pool.from_json(host["pool"], valid, seeds, **pool.settings)
-            for line in _changed(host["config"], config):
+            for line in changed_fields(host["config"], config):
                 progress.note(f"continues with another {line}")
         # Held by the state alone, which gives them to the first update.
         if model.adapter is None:
             model.params = state.params
         else:
             model.adapter = state.params
-        try:
-            for name in ("metrics.jsonl", "episodes.jsonl"):
-                cut(workdir / name, -1 if fresh else done)
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+        mute = not hosts.first()
+        with hosts.together():
+            try:
+                for name in () if mute else ("metrics.jsonl", "episodes.jsonl"):
+                    cut(workdir / name, -1 if fresh else done)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
         run = Run(
             config=config,
             model=model,
@@ -229,14 +239,28 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
             state=state,
             step=done,
             checkpoints=checkpoints,
-            metrics=stack.enter_context(MetricsWriter(workdir / "metrics.jsonl")),
-            episodes=stack.enter_context(EpisodeWriter(workdir / "episodes.jsonl")),
+            metrics=stack.enter_context(MetricsWriter(workdir / "metrics.jsonl", mute)),
+            episodes=stack.enter_context(EpisodeWriter(workdir / "episodes.jsonl", mute)),
             progress=progress,
             compiles=CompileCounter(),
             stop=stop,
             fresh=fresh,
         )
         yield run
+
+
+def _digests(config, method: Sage, seeds: list[Task], valid: list[Task]) -> dict[str, str]:
+    """What all processes of a run must have in common, each by a few digits of its hash."""
+    parts = {
+        "config": flatten(config),
+        "method.prompts": method.prompts.digest,
+        "tasks.seeds": [task.to_json() for task in seeds],
+        "valid.path": [task.to_json() for task in valid],
+    }
+    return {
+        name: f"{zlib.crc32(json.dumps(part, sort_keys=True).encode()):08x}"
+        for name, part in parts.items()
+    }
 
 
 def make_pool(config, seeds: list[Task], valid: list[Task]) -> Pool:
@@ -253,92 +277,6 @@ def make_pool(config, seeds: list[Task], valid: list[Task]) -> Pool:
         )
     except ValueError as error:
         raise ConfigError(f"tasks.seeds: {error}") from error
-
-
-def restore_newest(
-    checkpoints: Checkpoints, state: TrainState, model: Model, config, progress: Progress
-) -> tuple[int, dict[str, Any], dict]:
-    """Step, array trees and host facts of the newest checkpoint that can be read.
-
-    Damaged ones before it are set aside, each with a loud line. ConfigError, and nothing is moved,
-    when none can be read, or the newest is of another architecture.
-    """
-    damaged: list[tuple[int, CheckpointError]] = []
-    for step in checkpoints.steps:
-        try:
-            host = checkpoints.host(step)
-            check_fit(checkpoints, step, model, config)
-            arrays = checkpoints.restore(step, _trees(state))
-        except CheckpointError as error:
-            damaged.append((step, error))
-            continue
-        for bad, error in damaged:
-            progress.note(
-                f"WARNING: {error}: set aside in {checkpoints.set_aside(bad)}; continues from "
-                f"step {step}, the one before",
-                quiet=False,
-            )
-        return step, arrays, host
-    reasons = "\n  ".join(str(error) for _, error in damaged)
-    raise ConfigError(
-        f"no checkpoint can be read:\n  {reasons}\n  bring back a copy of one, or choose another "
-        "--workdir to start anew"
-    )
-
-
-def check_fit(checkpoints: Checkpoints, step: int, model: Model, config) -> None:
-    """ConfigError when the checkpoint holds parameters of other shapes than model.path and lora
-    give, or an adapter that is meant otherwise or for another base."""
-    host = checkpoints.host(step)
-    now, before = config.model.path, host["config"].get("model.path")
-    ranks = {name: host["config"].get(name, 0) for name in ("lora.rank", "lora.alpha")}
-    here = {"lora.rank": config.lora.rank, "lora.alpha": config.lora.alpha}
-    if ranks != here:
-        raise ConfigError(
-            f"{_lora_words(here)} here, but {checkpoints.path(step)} was written with "
-            f"{_lora_words(ranks)}; give those values, or choose another --workdir"
-        )
-    if model.lora is not None and (of := host.get("base")) != model.fingerprint:
-        raise ConfigError(
-            f"model.path={now!r}: its weights are not those that the adapter in "
-            f"{checkpoints.path(step)} was trained on (fingerprint {of}, model.path={before!r}); "
-            "give that model, or choose another --workdir"
-        )
-    params = model.params if model.adapter is None else model.adapter
-    misfits = checkpoints.misfits(step, "params", params)
-    if not misfits:
-        return
-    if now == before:
-        cause = "and so was the checkpoint, but the folder has changed since; bring it back"
-    else:
-        cause = f"the checkpoint was written with model.path={before!r}; give that one"
-    raise ConfigError(
-        f"model.path={now!r}: its parameters do not fit {checkpoints.path(step)} ({misfits[0]}; "
-        f"{len(misfits)} differ): {cause}, or choose another --workdir"
-    )
-
-
-def _lora_words(values: dict[str, Any]) -> str:
-    words = ", ".join(f"{name}={value:g}" for name, value in values.items())
-    return words if values["lora.rank"] else f"{words} (all weights trained)"
-
-
-def _changed(before: dict, config) -> list[str]:
-    """Fields whose values are not those that the checkpoint was written with."""
-    now = json.loads(json.dumps(flatten(config)))
-    reference = " and the KL reference" if config.optim.kl_coef > 0 else ""
-    remarks = {
-        "model.path": "; the weights are those of the checkpoint, only the tokenizer"
-        f"{reference} comes from there",
-        "lora.path": "; the adapter is that of the checkpoint",
-    }
-    if config.lora.rank:
-        remarks["model.path"] = "; the weights there are the same"
-    return [
-        f"{name}: {now[name]!r}, not {before.get(name)!r}{remarks.get(name, '')}"
-        for name in now
-        if now[name] != before.get(name)
-    ]
 
 
 def report(run: Run, figures: dict) -> None:
@@ -385,7 +323,7 @@ def guard(run: Run, accuracy: float | None) -> None:
     if accuracy >= wanted - run.config.train.rollback:
         return
     try:
-        arrays = run.checkpoints.restore(best, _trees(run.state))
+        arrays = run.checkpoints.restore(best, saved_parts(run.state))
     except CheckpointError as error:
         run.progress.note(f"WARNING: no roll-back: {error}", quiet=False)
         return
@@ -406,10 +344,4 @@ def save(run: Run, accuracy: float | None) -> None:
     run.progress.stage("checkpoint")
     run.metrics.sync()
     run.episodes.sync()
-    run.checkpoints.save(run.step, _trees(run.state), run.host_state(), accuracy)
-
-
-def _trees(state: TrainState) -> dict:
-    """The saved parts of a state. The KL reference is the starting model: loaded, not saved."""
-    rest = {"opt_state": state.opt_state, "step": state.step, "skipped": state.skipped}
-    return {"params": state.params, "rest": rest}
+    run.checkpoints.save(run.step, saved_parts(run.state), run.host_state(), accuracy)

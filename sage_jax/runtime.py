@@ -1,8 +1,10 @@
 """What every mode needs, built from the config: mesh, model, tokens, engine, verifier."""
 
+import contextlib
 import dataclasses
 import os
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sage_jax.config import ROLES, ConfigError
+from sage_jax.core import hosts
 from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh
 from sage_jax.core.tokens import Tokens, resolve
 from sage_jax.models import hf, lora, peft, qwen
@@ -20,6 +23,7 @@ from sage_jax.models.stack import apart
 from sage_jax.roles import PromptSet, load_prompts
 from sage_jax.rollout.decode import MAX_STOPS
 from sage_jax.rollout.engine import Engine
+from sage_jax.rollout.verdicts import SharedVerifier
 from sage_jax.verify import Verifier
 
 ASSETS = Path(__file__).parent / "assets"
@@ -62,9 +66,8 @@ def placement(config) -> Placement:
     """The mesh of the config. ConfigError when sizes and devices do not fit together."""
     m = config.mesh
     shape = {"data": m.data, "fsdp": m.fsdp, "tensor": m.tensor}
-    if all(size == 1 for size in shape.values()) or (
-        jax.device_count() == 1 and all(size in (1, -1) for size in shape.values())
-    ):
+    alone = all(size == 1 for size in shape.values()) and hosts.count() == 1
+    if alone or (jax.device_count() == 1 and all(size in (1, -1) for size in shape.values())):
         on_cpu = jax.default_backend() == "cpu"
         return Placement(None, None, dict.fromkeys(shape, 1), apart=on_cpu)
     try:
@@ -87,6 +90,7 @@ def placement(config) -> Placement:
             f"lora.rank={config.lora.rank}: must be a multiple of mesh.fsdp="
             f"{mesh.shape['fsdp']}, over which the factors are split; change one of them"
         )
+    hosts.meet(mesh)
     layouts = (Layout(mesh, UPDATE_RULES), Layout(mesh, DECODE_RULES))
     return Placement(*layouts, dict(mesh.shape))
 
@@ -126,7 +130,7 @@ def load_model(config, place: Placement) -> Model:
     it: that of lora.path or a new one. ConfigError if one of them is unusable."""
     settings = lora_settings(config)
     dtype = jnp.dtype(config.model.dtype if settings else "float32")
-    try:
+    with hosts.together(), _blaming(f"model.path={config.model.path}"):
         folder = resolve(model_path(config.model.path))
         hf.read_config(folder)  # before transformers sees it, which trusts its numbers
         tokens = Tokens.load(
@@ -135,10 +139,8 @@ def load_model(config, place: Placement) -> Model:
             enable_thinking=config.tokens.enable_thinking,
         )
         params, cfg = hf.load(folder, dtype, place.update)
-    except ConfigError:
-        raise
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"model.path={config.model.path}: {error}") from error
+        sizes = sorted((p.name, p.stat().st_size) for p in folder.glob("*.*") if p.is_file())
+    hosts.check_same({"files of model.path": f"{zlib.crc32(repr(sizes).encode()):08x}"})
     given, size = tuple(config.tokens.stop_ids), cfg.vocab_size
     if len(tokens.stop_ids) > MAX_STOPS or any(i >= size for i in given):
         raise ConfigError(
@@ -153,14 +155,23 @@ def load_model(config, place: Placement) -> Model:
         return Model(params, cfg, tokens, folder)
     mark = lora.fingerprint(params)
     if config.lora.path:
-        try:
+        with hosts.together(), _blaming(f"lora.path={config.lora.path}"):
             base = peft.Base(cfg, model_path(config.model.path), mark)
             adapter = peft.load(config.lora.path, base, settings, place.update)
-        except (ValueError, OSError) as error:
-            raise ConfigError(f"lora.path={config.lora.path}: {error}") from error
     else:
         adapter = lora.init(cfg, settings.rank, jax.random.key(config.seed), place.update)
     return Model(params, cfg, tokens, folder, settings, adapter, mark)
+
+
+@contextlib.contextmanager
+def _blaming(field: str) -> Iterator[None]:
+    """Faults of what a field of the config names, as ConfigError with that name."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{field}: {error}") from error
 
 
 def make_prompts(config) -> PromptSet:
@@ -198,18 +209,21 @@ def make_engine(
     )
 
 
-def make_verifier(config, policy: str) -> Verifier:
-    """The verifier pool of the config. Raises where the sandbox misses the required level."""
+def make_verifier(config, policy: str) -> Verifier | SharedVerifier:
+    """The verifier pool of the config, of several processes one. Raises where the sandbox misses
+    the required level."""
     s = config.sandbox
-    return Verifier(
-        workers=s.workers,
-        policy=policy,
-        math_time_limit=s.math_time_limit,
-        time_limit=s.time_limit,
-        cpu_limit=s.cpu_limit,
-        memory_mb=s.memory_mb,
-        require_level=s.require_level,
-    )
+    with hosts.together():
+        verifier = Verifier(
+            workers=s.workers,
+            policy=policy,
+            math_time_limit=s.math_time_limit,
+            time_limit=s.time_limit,
+            cpu_limit=s.cpu_limit,
+            memory_mb=s.memory_mb,
+            require_level=s.require_level,
+        )
+    return verifier if hosts.count() == 1 else SharedVerifier(verifier)
 
 
 class CompileCounter:

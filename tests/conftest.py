@@ -36,3 +36,19 @@ def tiny_folder(tmp_path_factory):
     cfg = QwenConfig.from_hf(config)
     params = qwen.init(cfg, jax.random.key(0))
     return hf.export(params, cfg, root / "model", root / "base")
+
+
+@pytest.fixture(scope="session")
+def single_run(tiny_asset, tmp_path_factory):
+    """The work directory and parameters of two updates on one device: what others must equal."""
+    import jax
+    from test_multidevice import meshed
+    from test_train import job
+
+    from sage_jax import modes
+    from sage_jax.run import start
+
+    config, workdir = meshed(tiny_asset, {}), tmp_path_factory.mktemp("single")
+    assert modes.run_train(job(config, workdir), lambda: False) == 0
+    with start(config, workdir, lambda: False) as run:
+        return workdir, jax.device_get(run.state.params)

@@ -13,7 +13,8 @@ from sage_jax.config import ConfigError, base, validate
 from sage_jax.core.checkpoint import CheckpointError, Checkpoints
 from sage_jax.learn.update import TrainState
 from sage_jax.report.progress import Progress
-from sage_jax.run import _changed, _trees, restore_newest
+from sage_jax.resume import changed_fields, restore_newest, saved_parts
+from sage_jax.runtime import Model
 
 # Orbax leaves its other readers of a damaged checkpoint unawaited.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -40,7 +41,7 @@ def written(tmp_path_factory):
     checkpoints = Checkpoints(folder, keep=2)
     for step in (1, 2):
         facts = {"step": step, "config": {"model.path": "old"}}
-        checkpoints.save(step, _trees(state(step)), facts, None)
+        checkpoints.save(step, saved_parts(state(step)), facts, None)
     checkpoints.close()
     return folder
 
@@ -52,11 +53,12 @@ def copy(written, tmp_path):
 
 def newest(folder, config, like=None):
     """(step, trees, host, what was said) of `restore_newest`."""
-    said = io.StringIO()
+    said, like = io.StringIO(), like or state(0)
+    model = Model(like.params, None, None, folder)
     checkpoints = Checkpoints(folder, keep=2)
     with Progress(9, stream=said, quiet=True, heartbeat=0) as progress:
         try:
-            found = restore_newest(checkpoints, like or state(0), config, progress)
+            found = restore_newest(checkpoints, like, model, config, progress)
         finally:
             checkpoints.close()
     return *found, said.getvalue()
@@ -96,7 +98,7 @@ def test_a_damaged_checkpoint_is_set_aside_aloud_for_the_one_before(copy, config
     assert moved.is_dir() and f"set aside in {moved}; continues from step 1" in said
     assert said.startswith(f"WARNING: {copy}/2 is damaged (") and said.count("\n") == 1
     checkpoints = Checkpoints(copy, keep=2)  # and its step can be saved again
-    checkpoints.save(2, _trees(state(2)), {}, None)
+    checkpoints.save(2, saved_parts(state(2)), {}, None)
     assert checkpoints.steps == [2, 1]
     checkpoints.close()
 
@@ -104,7 +106,7 @@ def test_a_damaged_checkpoint_is_set_aside_aloud_for_the_one_before(copy, config
 def test_a_second_damaged_checkpoint_of_a_step_does_not_replace_the_first(copy):
     checkpoints = Checkpoints(copy, keep=2)
     places = [checkpoints.set_aside(2)]
-    checkpoints.save(2, _trees(state(2)), {}, None)
+    checkpoints.save(2, saved_parts(state(2)), {}, None)
     places.append(checkpoints.set_aside(2))
     checkpoints.close()
     assert len(set(places)) == 2 and all(place.is_dir() for place in places)
@@ -151,7 +153,7 @@ def test_damage_is_a_checkpoint_error_for_those_who_only_read(copy):
 
 def test_another_model_path_says_whose_weights_are_used(config):
     before = {"model.path": "old"}
-    line = next(x for x in _changed(before, config) if x.startswith("model.path"))
+    line = next(x for x in changed_fields(before, config) if x.startswith("model.path"))
     assert line == (
         "model.path: 'asset:tiny-qwen3', not 'old'; the weights are those of the checkpoint, only "
         "the tokenizer comes from there"

@@ -1,4 +1,4 @@
-"""The start of several processes: what the environment says, and what is refused."""
+"""The start of several processes: what the environment says, and what is an error."""
 
 import pytest
 
@@ -110,30 +110,35 @@ def test_a_machine_without_tpus_asks_for_no_metadata():
 
 def test_start_hands_jax_what_was_found():
     given = []
-    assert start(PLAIN, most=8, initialize=lambda **kwargs: given.append(kwargs))
-    start(GKE, most=8, initialize=lambda **kwargs: given.append(kwargs))
+    assert start(PLAIN, initialize=lambda **kwargs: given.append(kwargs))
+    start(GKE, initialize=lambda **kwargs: given.append(kwargs))
     assert start({}, initialize=lambda **kwargs: given.append(kwargs)) is None
     plain, tpu = given
-    assert plain == {
+    assert plain == tpu | {
         "coordinator_address": "10.0.0.1:999",
         "num_processes": 4,
         "process_id": 3,
         "local_device_ids": None,
         "cluster_detection_method": "deactivate",
     }
-    assert tpu == {}
+    assert tpu == {"initialization_timeout": 300, "heartbeat_timeout_seconds": 100}
 
 
-def test_several_processes_are_refused_before_any_waits_for_another():
-    with pytest.raises(DistributedError, match="4 processes, but more than 1 is not supported"):
-        start(PLAIN, initialize=lambda **kwargs: pytest.fail("started"))
+def nobody(**settings):
+    raise RuntimeError("DEADLINE_EXCEEDED: Barrier timed out.\nSee above")
 
 
-def test_the_front_door_refuses_several_processes_with_exit_2(monkeypatch, capsys):
+def test_processes_that_do_not_come_are_an_error_with_the_remedy():
+    with pytest.raises(DistributedError, match=r"4 processes did not find .*DEADLINE.*start all"):
+        start(PLAIN, initialize=nobody)
+
+
+def test_the_front_door_ends_with_2_when_the_others_do_not_come(monkeypatch, capsys):
     from sage_jax import main as front
 
     for name, value in PLAIN.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sage_jax.core.distributed._initialize", nobody)
     monkeypatch.setattr(front, "parse", lambda argv: None)
     monkeypatch.setattr(front.schema, "validate", lambda config: config)
     monkeypatch.setattr(front, "CONFIG", type("Holder", (), {"value": None}))

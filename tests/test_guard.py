@@ -28,7 +28,7 @@ def drifting(tmp_path):
         progress=SimpleNamespace(note=lambda text, quiet=True: said.append(text)),
     )
     said: list[str] = []
-    checkpoints.save(10, run_module._trees(state), {}, 0.8)
+    checkpoints.save(10, run_module.saved_parts(state), {}, 0.8)
 
     def move():
         """One update of gradient 1."""

@@ -136,6 +136,40 @@ def test_the_host_never_holds_the_whole_model(tmp_path):
     assert_equal(loaded, params)
 
 
+@pytest.mark.multidevice
+def test_each_byte_is_read_once_and_no_host_array_exceeds_a_shard(monkeypatch):
+    layout, held, read = Layout(make_mesh(1, 4, 2), UPDATE_RULES), [], []
+    real_read, real_shard = hf._Stored.read, hf._read_shard
+
+    def reading(*args):
+        read.append(real_read(*args).nbytes)
+        return real_read(*args)
+
+    def shard(*args):
+        host = real_shard(*args)
+        held.append(host.nbytes)
+        return host
+
+    monkeypatch.setattr(hf._Stored, "read", reading)
+    monkeypatch.setattr(hf, "_read_shard", shard)
+    params, cfg = hf.load(DATA / "golden_qwen3", layout=layout)
+    largest = max(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
+    stored = sum(x.nbytes for x in load_file(DATA / "golden_qwen3" / "model.safetensors").values())
+    assert max(held) == largest < max(x.nbytes for x in jax.tree.leaves(params)) / 4
+    assert sum(read) == stored and max(read) <= largest
+
+
+def test_a_shard_that_is_no_block_of_its_tensor_is_an_error():
+    q_proj = qwen.param_table(hf.load(DATA / "golden_qwen3")[1])["layers.q_proj"]
+    layers, d, n, h = q_proj.shape
+    whole = [slice(0, layers), slice(0, d), slice(0, n), slice(0, h)]
+    assert hf._hf_block(q_proj, tuple(whole)) == (slice(0, n * h), slice(0, d))
+    part = (whole[0], slice(4, 8), slice(1, 2), whole[3])
+    assert hf._hf_block(q_proj, part) == (slice(h, 2 * h), slice(4, 8))
+    with pytest.raises(ValueError, match="q_proj.*not one block"):
+        hf._hf_block(q_proj, (*whole[:3], slice(0, h // 2)))
+
+
 def test_shards_without_an_index_load(sharded):
     expected = hf.load(sharded)[0]
     (sharded / hf.INDEX).unlink()

@@ -202,6 +202,21 @@ def test_pod_takes_queued_resources_through_their_own_commands(cloud):
     assert "--node-id=demo" in made[0] and "--force" in made[1]
 
 
+def test_hosts_of_a_slice_share_one_folder_which_one_of_them_fills():
+    flags = ("--name=demo", "--zone=z", "--nfs=10.0.0.2:/vol", "--dry-run")
+    code, text = shell("tpu_pod.sh", *flags, *TRAIN)
+    assert code == 0, text
+    [mount] = [line for line in text.splitlines() if "mount -t nfs 10.0.0.2:/vol" in line]
+    assert "--worker=all" in mount and "sage_jax/runs" in mount
+    filled = [line for line in text.splitlines() if "results.tgz" in line and "gcloud" in line]
+    assert len(filled) == 2 and all("--worker=0" in line for line in filled)
+    for wrong in ("--nfs=vol", "--nfs=10.0.0.2:/a;b"):
+        code, text = shell("tpu_pod.sh", *flags[:2], wrong, *TRAIN)
+        assert code == 2 and wrong in text and "HOST:/EXPORT" in text
+    code, text = shell("tpu_pod.sh", *flags, *TRAIN, "--workdir=mine")
+    assert code == 2 and "--workdir=mine" in text and "below runs" in text
+
+
 def test_worker_passes_sigterm_to_the_run_and_waits_until_it_has_saved(tmp_path):
     shutil.copytree(LAUNCH, tmp_path / "launch")
     body = """

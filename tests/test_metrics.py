@@ -157,3 +157,14 @@ def test_bad_episodes_name_row_and_field(tmp_path):
         with pytest.raises(ValueError, match="Out of range float"):
             writer.write(episode(reward=math.nan))
     assert (tmp_path / "episodes.jsonl").read_bytes() == b""
+
+
+def test_a_mute_writer_checks_rows_and_leaves_the_file_to_another_process(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 7}\n')
+    with MetricsWriter(path, mute=True) as writer:
+        writer.write({"step": 1, "loss": 0.5})
+        writer.sync()
+        with pytest.raises(ValueError, match="no_such_metric"):
+            writer.write({"step": 2, "no_such_metric": 1})
+    assert path.read_text() == '{"step": 7}\n'

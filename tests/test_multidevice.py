@@ -15,30 +15,26 @@ MESHES = [{"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 
 PARTED = ("loss", "grad_norm", "logp_gap/mean", "logp_gap/max", "entropy/solver")
 
 
-def meshed(folder, mesh):
+def meshed(folder, mesh, **changes):
     sizes = {"data": 1, "fsdp": 1, "tensor": 1, **mesh}
-    return small_config(folder, train__steps=2, **{f"mesh__{a}": n for a, n in sizes.items()})
+    changes |= {f"mesh__{a}": n for a, n in sizes.items()}
+    return small_config(folder, **{"train__steps": 2} | changes)
 
 
-@pytest.fixture(scope="module")
-def single(tiny_asset, tmp_path_factory):
-    config = meshed(tiny_asset, {})
-    workdir = tmp_path_factory.mktemp("single")
-    assert modes.run_train(job(config, workdir), lambda: False) == 0
-    with start(config, workdir, lambda: False) as run:
-        return workdir, jax.device_get(run.state.params)
+def assert_same_figures(got, want):
+    for mine, theirs in zip(rows(got), rows(want), strict=True):
+        assert mine.keys() == theirs.keys()
+        for name in theirs:
+            within = {"rel": 1e-3, "abs": 1e-4} if name in PARTED else {"abs": 1e-5}
+            assert mine[name] == pytest.approx(theirs[name], **within), name
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_two_updates_on_any_mesh_equal_those_of_one_device(single, tiny_asset, tmp_path, mesh):
+def test_two_updates_on_any_mesh_equal_those_of_one_device(single_run, tiny_asset, tmp_path, mesh):
     config = meshed(tiny_asset, mesh)
     assert modes.run_train(job(config, tmp_path), lambda: False) == 0
-    workdir, params = single
-    for got, want in zip(rows(tmp_path), rows(workdir), strict=True):
-        assert got.keys() == want.keys()
-        for name in want:
-            within = {"rel": 1e-3, "abs": 1e-4} if name in PARTED else {"abs": 1e-5}
-            assert got[name] == pytest.approx(want[name], **within), name
+    workdir, params = single_run
+    assert_same_figures(tmp_path, workdir)
     want_text = (workdir / "episodes.jsonl").read_text().splitlines()
     got_text = (tmp_path / "episodes.jsonl").read_text().splitlines()
     assert len(got_text) == len(want_text)
@@ -50,6 +46,27 @@ def test_two_updates_on_any_mesh_equal_those_of_one_device(single, tiny_asset, t
             assert embed.addressable_shards[0].data.size <= embed.size // mesh["fsdp"]
         got_params = jax.device_get(run.state.params)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), got_params, params)
+
+
+def test_a_run_that_trains_an_adapter_on_a_mesh_equals_that_of_one_device(tiny_asset, tmp_path):
+    changes = {"lora__rank": 4, "lora__alpha": 8.0, "optim__lr": 1e-2, "method__audits": 0}
+    changes |= {"valid__every": 0, "valid__effects": 0, "valid__samples": 0}
+    found = {}
+    for name, mesh in (("one", {}), ("eight", {"fsdp": 4, "tensor": 2})):
+        config = meshed(tiny_asset, mesh, **changes)
+        assert modes.run_train(job(config, tmp_path / name), lambda: False) == 0
+        with start(config, tmp_path / name, lambda: False) as run:
+            assert run.step == 2
+            leaves = jax.tree.leaves(run.state.params)
+            assert {len(x.sharding.device_set) for x in leaves} == {8 if mesh else 1}
+            if mesh:  # split over fsdp at least, the base as well
+                frozen = run.state.frozen["layers"]["up_proj"]
+                assert all(x.addressable_shards[0].data.size <= x.size / 4 for x in leaves)
+                assert frozen.addressable_shards[0].data.size == frozen.size / 8
+            found[name] = jax.device_get(run.state.params)
+    assert_same_figures(tmp_path / "eight", tmp_path / "one")
+    assert max(np.abs(x).max() for x in jax.tree.leaves(found["one"])) > 1e-2
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), *found.values())
 
 
 def test_rows_that_do_not_divide_over_the_mesh_are_refused_with_a_number(tiny_asset):

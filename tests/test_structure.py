@@ -26,6 +26,7 @@ LAYERS = (
     ("report", "rollout", "learn"),
     ("methods",),
     ("evaluate", "runtime"),
+    ("resume",),
     ("run", "offline", "sft"),
     ("startup", "train"),
     ("modes",),

@@ -1,6 +1,12 @@
-"""One checkpoint: parameters, optimizer, pool, counters and config, committed together by Orbax."""
+"""One checkpoint: parameters, optimizer, pool, counters and config, committed together by Orbax.
 
+On several processes all call the same methods: each writes and reads its own shards, process 0 the
+host facts, in one folder that all share.
+"""
+
+import contextlib
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +14,9 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import preservation_policy as policies
+
+from sage_jax.core import hosts
+from sage_jax.core.ending import ProcessError
 
 METRIC = "valid/accuracy"
 READ_FAULTS = (KeyError, OSError, TypeError, ValueError)
@@ -80,24 +89,44 @@ class Checkpoints:
 
     def host(self, step: int) -> dict:
         """The host facts of `step`. CheckpointError when they cannot be read."""
-        return self._read(step, {"host": ocp.args.JsonRestore()})["host"]
+        with self._reading(step):
+            return dict(ocp.JsonCheckpointHandler().restore(self._item(step, "host")))
 
     def restore(self, step: int, arrays: dict[str, Any]) -> dict[str, Any]:
         """The named trees of `step`, placed as their abstract ones say (any mesh). Trees that are
         not named are not read. CheckpointError when parts are missing, damaged or of another shape.
         """
-        items = {name: ocp.args.StandardRestore(abstract(tree)) for name, tree in arrays.items()}
-        restored = self._read(step, items)
-        return {name: restored[name] for name in arrays}
+        # Not by the manager, in which a process that can read waits for one that cannot.
+        handler = ocp.StandardCheckpointHandler()
+        with self._reading(step):
+            return {
+                name: handler.restore(
+                    self._item(step, name), args=ocp.args.StandardRestore(abstract(tree))
+                )
+                for name, tree in arrays.items()
+            }
 
-    def _read(self, step: int, items: dict[str, Any]) -> Any:
+    @contextlib.contextmanager
+    def _reading(self, step: int) -> Iterator[None]:
+        """CheckpointError, in all processes, when what is read within is damaged for one."""
         try:
-            return self._manager.restore(step, args=ocp.args.Composite(**items))
+            with hosts.together(), self._damage_named(step):
+                yield
+        except ProcessError as error:
+            raise CheckpointError(str(error)) from error
+
+    @contextlib.contextmanager
+    def _damage_named(self, step: int) -> Iterator[None]:
+        try:
+            yield
         except Exception as error:
             # Orbax itself raises a bare Exception where a file of an array is absent or cut.
             if type(error) is Exception or isinstance(error, READ_FAULTS):
                 raise CheckpointError(f"{self.path(step)} is damaged ({_brief(error)})") from error
             raise
+
+    def _item(self, step: int, name: str) -> epath.Path:
+        return epath.Path(self.path(step).absolute()) / name
 
     def path(self, step: int) -> Path:
         return self._folder / str(step)
@@ -105,11 +134,8 @@ class Checkpoints:
     def misfits(self, step: int, name: str, tree: dict) -> list[str]:
         """How the arrays of the nested dict `tree` differ in shape from those saved under `name`;
         [] when none does. CheckpointError when their description cannot be read."""
-        try:
-            folder = epath.Path(self.path(step).absolute()) / name
-            stored = ocp.StandardCheckpointHandler().metadata(folder).tree
-        except READ_FAULTS as error:
-            raise CheckpointError(f"{self.path(step)} is damaged ({_brief(error)})") from error
+        with self._reading(step):
+            stored = ocp.StandardCheckpointHandler().metadata(self._item(step, name)).tree
         there, here = ({k: tuple(x.shape) for k, x in _flat(t).items()} for t in (stored, tree))
         return [
             f"{key} is {there.get(key, 'absent')} there and {here.get(key, 'absent')} here"
@@ -120,13 +146,16 @@ class Checkpoints:
     def set_aside(self, step: int) -> Path:
         """Move a damaged checkpoint out of the way, so that its step can be saved again; returns
         its new place."""
-        folder = self._folder.with_name(f"{self._folder.name}_damaged")
-        folder.mkdir(exist_ok=True)
-        number = sum(1 for _ in folder.glob(f"{step}*"))
-        target = folder / (f"{step}_{number}" if number else str(step))
-        self.path(step).rename(target)
+        target = self._folder
+        with hosts.together():
+            if hosts.first():
+                folder = self._folder.with_name(f"{self._folder.name}_damaged")
+                folder.mkdir(exist_ok=True)
+                number = sum(1 for _ in folder.glob(f"{step}*"))
+                target = folder / (f"{step}_{number}" if number else str(step))
+                self.path(step).rename(target)
         self._manager.reload()
-        return target
+        return Path(hosts.gather(str(target))[0])
 
     def close(self) -> None:
         self._manager.close()

@@ -19,15 +19,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# The rest of the framework knows one host only: several would each write the run, sample the same
-# rows and judge them apart. To lift this, raise the number (or drop the check in `start`).
-MOST_PROCESSES = 1
+from sage_jax.core import ending
 
 PORT = 1234  # of the coordinator where none is given
+START_TIMEOUT = 300  # seconds to wait for the other processes
+HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead, which ends all
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
 
-class DistributedError(ValueError):
+class DistributedError(ending.ProcessError):
     """The environment describes no set of processes that can be started."""
 
 
@@ -49,40 +49,49 @@ class Processes:
 def start(
     environ: Mapping[str, str] = os.environ,
     *,
-    most: int = MOST_PROCESSES,
     initialize: Callable[..., Any] | None = None,
     metadata: Callable[[str], str] | None = None,
 ) -> Processes | None:
     """Start `jax.distributed` for a run of several processes; to be called before any device.
 
     Returns them, None for a single process. DistributedError when the environment contradicts
-    itself, or names more processes than `most`.
+    itself, or the others do not come within START_TIMEOUT.
     """
     processes = find(environ, metadata or _metadata)
     if processes is None:
         return None
-    if processes.count > most:
+    settings: dict[str, Any] = {
+        "initialization_timeout": START_TIMEOUT,
+        "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT,
+    }
+    if processes.coordinator is not None:
+        settings |= {
+            "coordinator_address": processes.coordinator,
+            "num_processes": processes.count,
+            "process_id": processes.index,
+            "local_device_ids": processes.local_devices,
+            # Otherwise JAX under SLURM leaves a process one GPU, even if it is alone on its node.
+            "cluster_detection_method": "deactivate",
+        }
+    try:
+        (initialize or _initialize)(**settings)
+    except RuntimeError as error:
         raise DistributedError(
-            f"{processes.source}: {processes.count} processes, but more than {most} is not "
-            "supported yet. Start one process on one host (it uses all devices of that host): "
-            "a one-host slice, --nodes=1 --ntasks-per-node=1, or NUM_PROCESSES=1"
-        )
-    if initialize is None:
-        import jax  # a single process and a refusal need not wait for it
-
-        initialize = jax.distributed.initialize
-    if processes.coordinator is None:
-        initialize()
-        return processes
-    initialize(
-        coordinator_address=processes.coordinator,
-        num_processes=processes.count,
-        process_id=processes.index,
-        local_device_ids=processes.local_devices,
-        # Otherwise JAX under SLURM leaves a process one GPU, even if it is alone on its node.
-        cluster_detection_method="deactivate",
-    )
+            f"{processes.source}: the {processes.count} processes did not find together "
+            f"({str(error).splitlines()[0]}); start all of them, with the same coordinator, whose "
+            "port all hosts must reach"
+        ) from error
     return processes
+
+
+def _initialize(**settings: Any) -> None:
+    import jax  # a single process need not wait for it
+    from jax._src import distributed  # the only way to the client, which Orbax takes as well
+
+    # It would take SIGTERM for itself, on which a run of ours saves.
+    jax.config.update("jax_enable_preemption_service", False)
+    jax.distributed.initialize(**settings)
+    ending.watch(distributed.global_state.client, distributed.global_state.process_id)
 
 
 def find(

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 AXES = ("data", "fsdp", "tensor")
 
@@ -143,3 +145,30 @@ class Layout:
                     f"rule '{axis}' -> '{mesh_axis}': the mesh has axes {self.mesh.axis_names}"
                 )
         return mesh_axes
+
+
+def put(tree: Any, where: Any = None) -> Any:
+    """Host arrays on devices: `where` is a sharding or a tree of them, None the default device.
+
+    On several processes each holds the same arrays and sends its own devices their part only.
+    """
+    if jax.process_count() == 1:
+        return jax.device_put(tree, where)
+    places = jax.tree.map(lambda _: where, tree) if isinstance(where, Sharding) else where
+    with jax.transfer_guard("allow"):
+        return jax.tree.map(_put_parts, tree, places)
+
+
+def _put_parts(x: Any, sharding: Sharding) -> jax.Array:
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        return jax.device_put(x, sharding)
+    host = np.asarray(x)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
+
+
+def whole(x: jax.Array) -> np.ndarray:
+    """All of an array on the host. On several processes all must call it: their devices send each
+    other the parts that are missing."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))

@@ -6,8 +6,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
+from sage_jax.core.mesh import put
 from sage_jax.models.attention import KINDS
 
 _DECAY: dict[str, Callable[[Any], Any]] = {
@@ -136,5 +138,5 @@ def lr_factor(opt_state: Any) -> float:
 def with_lr_factor(opt_state: Any, factor: float) -> Any:
     """The optimizer state with another factor on the learning rate."""
     now = optax.tree_utils.tree_get(opt_state, "lr_factor")
-    new = jax.device_put(jnp.asarray(factor, now.dtype), now.sharding)
+    new = put(np.asarray(factor, now.dtype), now.sharding)
     return optax.tree_utils.tree_set(opt_state, lr_factor=new)

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from sage_jax.core.mesh import Layout
+from sage_jax.core.mesh import Layout, put
 from sage_jax.learn.objective import Metrics, micro_objective
 from sage_jax.learn.optimizer import UpdateSettings
 from sage_jax.learn.pack import MicroBatch, Packed
@@ -72,7 +72,7 @@ def init_state(
     def place(leaf: jax.Array) -> jax.Array:
         # Moments are made like their params; left where they are made, counters would move
         # with the first update and have the second one compiled again.
-        return jax.device_put(leaf, sharding) if leaf.ndim == 0 else leaf
+        return put(leaf, sharding) if leaf.ndim == 0 else leaf
 
     return TrainState(
         params=params,
@@ -162,13 +162,14 @@ class Update:
     def place(self, micro: MicroBatch) -> MicroBatch:
         """The micro-batch on the devices, rows split over the batch axes of the mesh."""
         if self.layout is None:
-            return jax.device_put(micro)
+            return put(micro)
         # One sharding for all: every array of a micro-batch has its shape.
-        return jax.device_put(micro, self.layout.sharding(("batch", "seq"), micro.tokens_bt.shape))
+        rows = self.layout.sharding(("batch", "seq"), micro.tokens_bt.shape)
+        return put(micro, jax.tree.map(lambda x: rows, micro))
 
     def place_counts(self, role_tokens: np.ndarray) -> jax.Array:
         """The global token counts per role on every device."""
-        return jax.device_put(role_tokens, self._replicated)
+        return put(role_tokens, self._replicated)
 
     def explain_skip(self, state: TrainState, packed: Packed) -> str:
         """Which rows and params made the last update not finite; replays it, as `state` is intact.

@@ -11,6 +11,7 @@ from typing import Any
 
 from sage_jax import roles
 from sage_jax.config import ConfigError
+from sage_jax.core import hosts
 from sage_jax.core.rng import row_key
 from sage_jax.core.tokens import Tokens
 from sage_jax.rollout.row import Completion, Row
@@ -280,7 +281,7 @@ class _Run:
             if news := self.verifier.poll(0.05):
                 heard = time.monotonic()
                 self.verdicts.update(news)
-            elif time.monotonic() - heard > SILENCE:
+            elif hosts.any_of(time.monotonic() - heard > SILENCE):  # clocks differ
                 lost = Verdict("error", "verifier_error", 1000 * SILENCE)
                 self.verdicts.update(dict.fromkeys(missing, lost))
         # Verdicts are applied in the order of their ids, never of their arrival.

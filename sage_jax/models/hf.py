@@ -17,7 +17,8 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from sage_jax.core.mesh import Layout
+from sage_jax.core import hosts
+from sage_jax.core.mesh import Layout, whole
 from sage_jax.core.model_files import REMEDY, read_object
 from sage_jax.core.tokens import resolve
 from sage_jax.models.qwen import Param, Params, param_table
@@ -43,9 +44,10 @@ def load(
 ) -> tuple[Params, QwenConfig]:
     """Params in `dtype`, placed by `layout` (update or decode rules), and the config of a folder.
 
-    Tensors are read one by one and cast on the host, which holds one (stacked) parameter at a
-    time. ValueError listing all of: missing, repeated and unknown tensors, wrong shapes and types,
-    shards and index entries that do not match, unsupported config fields.
+    Each process reads the parts of its own devices, one shard of a parameter after another: its
+    host holds that shard and one tensor. ValueError listing all of: missing, repeated and unknown
+    tensors, wrong shapes and types, shards and index entries that do not match, unsupported config
+    fields.
     """
     folder = resolve(path)
     cfg = read_config(folder)
@@ -80,9 +82,10 @@ class _Stored:
     shape: tuple[int, ...]
     dtype: str
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, part: tuple[slice, ...] | None = None) -> np.ndarray:
+        """The tensor, or the `part` of it that these slices name."""
         with safe_open(self.file, framework="np") as handle:
-            return handle.get_tensor(name)
+            return handle.get_tensor(name) if part is None else handle.get_slice(name)[part]
 
 
 def _find(folder: Path, table: dict[str, Param], cfg: QwenConfig) -> dict[str, _Stored]:
@@ -174,15 +177,61 @@ def _same(found: dict[str, _Stored], first: str, second: str) -> bool:
 def _place(
     param: Param, stored: dict[str, _Stored], dtype: DTypeLike, layout: Layout | None
 ) -> jax.Array:
-    host = np.empty(param.shape, jnp.dtype(dtype))
-    parts = host if param.axes[0] == "layers" else host[None]
-    for part, name in zip(parts, hf_names(param), strict=True):
-        # Laid out anew before the cast: numpy casts a transposed array far slower than it copies.
-        part[...] = np.ascontiguousarray(param.from_hf(stored[name].read(name)))
     if layout is None:
-        return jax.device_put(host)
+        return jax.device_put(_read_shard(param, stored, dtype, param.shape, None))
     sharding = layout.sharding(param.axes, param.shape)
-    return jax.make_array_from_callback(param.shape, sharding, lambda index: host[index])
+    shape = sharding.shard_shape(param.shape)
+    alike: dict[tuple, list] = {}  # devices that hold the same shard
+    for device, index in sharding.addressable_devices_indices_map(param.shape).items():
+        bounds = tuple(s.indices(n)[:2] for s, n in zip(index or (), param.shape, strict=True))
+        alike.setdefault(bounds, []).append(device)
+    arrays = []
+    for bounds, devices in alike.items():
+        index = tuple(slice(*pair) for pair in bounds)
+        host = _read_shard(param, stored, dtype, shape, None if shape == param.shape else index)
+        arrays += [jax.device_put(host, device) for device in devices]
+    return jax.make_array_from_single_device_arrays(param.shape, sharding, arrays)
+
+
+def _read_shard(
+    param: Param,
+    stored: dict[str, _Stored],
+    dtype: DTypeLike,
+    shape: tuple[int, ...],
+    index: tuple[slice, ...] | None,
+) -> np.ndarray:
+    """The shard [shape] of a parameter that `index` names, None for all of it."""
+    host, names, part = np.empty(shape, jnp.dtype(dtype)), hf_names(param), None
+    layers = host[None]
+    if param.axes[0] == "layers":
+        layers = host
+        names = names if index is None else names[index[0]]
+    if index is not None:
+        part = _hf_block(param, index)
+    for layer, name in zip(layers, names, strict=True):
+        # Laid out anew before the cast: numpy casts a transposed array far slower than it copies.
+        layer[...] = np.ascontiguousarray(param.from_hf(stored[name].read(name, part), layer.shape))
+    return host
+
+
+def _hf_block(param: Param, index: tuple[slice, ...]) -> tuple[slice, ...]:
+    """The block of one Hugging Face tensor that holds the shard `index` of a parameter.
+
+    ValueError where the shard is not one block of it, as when inner dimensions are split too.
+    """
+    linear = param.transform == "linear"
+    stacked = param.axes[0] == "layers"
+    dims = list(zip(param.shape, index, strict=True))[stacked:]
+    block = []
+    for size in param.hf_shape[::-1] if linear else param.hf_shape:
+        start, stop, covered = 0, 1, 1
+        while covered < size:
+            n, s = dims.pop(0)
+            if stop - start > 1 and (s.start, s.stop) != (0, n):
+                raise ValueError(f"{param.hf_name}: shard {index} is not one block of the tensor")
+            start, stop, covered = start * n + s.start, (stop - 1) * n + s.stop, covered * n
+        block.append(slice(start, stop))
+    return tuple(block[::-1] if linear else block)
 
 
 def export(
@@ -200,12 +249,14 @@ def export(
     `dtype` (default: the params' own). From `source_dir` come the tokenizer files and the fields
     of config.json that the architecture does not fix, such as token ids. Returns the folder.
     ValueError when `out_dir` already holds weights, or params and config do not match; OSError
-    when a tensor reads back different.
+    when a tensor reads back different. On several processes all must call it; process 0 writes.
     """
-    out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.glob("*.safetensors*")):
-        raise ValueError(f"{out} already holds weights: choose a new folder")
+    out, writes = Path(out_dir), hosts.first()
+    with hosts.together():
+        if writes:
+            out.mkdir(parents=True, exist_ok=True)
+            if any(out.glob("*.safetensors*")):
+                raise ValueError(f"{out} already holds weights: choose a new folder")
     table = param_table(cfg)
     flat: dict[str, Any] = dict(flatten_dict(params, sep="."))
     expected = {name: p.shape for name, p in table.items()}
@@ -216,28 +267,40 @@ def export(
 
     shards = _shards(table, flat, dtype, shard_bytes)
     for file, names in shards.items():
-        tensors = {hf_name: _to_host(table, flat, dtype, *names[hf_name]) for hf_name in names}
-        save_file(tensors, out / file, metadata={"format": "pt"})
-        (out / file).chmod(0o644)  # made for the owner only; engines may run as another user
-    if len(shards) > 1:
-        weight_map = {hf_name: file for file, names in shards.items() for hf_name in names}
-        _write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map})
+        tensors = {}
+        for hf_name, where in names.items():
+            value = _to_host(table, flat, dtype, *where)
+            if writes:
+                tensors[hf_name] = value
+        if writes:
+            save_file(tensors, out / file, metadata={"format": "pt"})
+            (out / file).chmod(0o644)  # made for the owner only; engines may run as another user
     source = None if source_dir is None else resolve(source_dir)
-    for name in TOKENIZER_FILES:
-        if source is not None and (source / name).is_file():
-            shutil.copyfile(source / name, out / name)
-    written = _find(out, table, cfg)
+    if writes:
+        _write_rest(out, source, shards)
+    written = _find(out, table, cfg) if writes else {}
     for names in shards.values():
         for hf_name, where in names.items():
             value = _to_host(table, flat, dtype, *where)
-            if written[hf_name].read(hf_name).tobytes() != value.tobytes():
+            if writes and written[hf_name].read(hf_name).tobytes() != value.tobytes():
                 raise OSError(f"{hf_name} reads back different from {out}")
     # Last, because a folder without it does not load: a killed export cannot pass for a whole one.
-    base = {} if source is None else read_object(source / "config.json")
-    stored = jnp.dtype(dtype or flat["embed"].dtype).name
-    base = {k: v for k, v in base.items() if k not in ("dtype", "rope_scaling")}
-    _write_json(out / "config.json", {**base, **cfg.to_hf(), "torch_dtype": stored})
+    if writes:
+        base = {} if source is None else read_object(source / "config.json")
+        stored = jnp.dtype(dtype or flat["embed"].dtype).name
+        base = {k: v for k, v in base.items() if k not in ("dtype", "rope_scaling")}
+        _write_json(out / "config.json", {**base, **cfg.to_hf(), "torch_dtype": stored})
     return out
+
+
+def _write_rest(out: Path, source: Path | None, shards: dict[str, dict]) -> None:
+    """The index of several shards, and the tokenizer files of `source`."""
+    if len(shards) > 1:
+        weight_map = {hf_name: file for file, names in shards.items() for hf_name in names}
+        _write_json(out / INDEX, {"metadata": {}, "weight_map": weight_map})
+    for name in TOKENIZER_FILES:
+        if source is not None and (source / name).is_file():
+            shutil.copyfile(source / name, out / name)
 
 
 def _shards(
@@ -268,7 +331,7 @@ def _to_host(
     name: str,
     layer: int | None,
 ) -> np.ndarray:
-    array = np.asarray(flat[name] if layer is None else flat[name][layer])
+    array = whole(flat[name] if layer is None else flat[name][layer])
     return np.ascontiguousarray(table[name].to_hf(array).astype(jnp.dtype(dtype or array.dtype)))
 
 

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from sage_jax.core.mesh import Layout
+from sage_jax.core import hosts
+from sage_jax.core.mesh import Layout, put, whole
 from sage_jax.core.model_files import REMEDY, read_object
 from sage_jax.models import hf
 from sage_jax.models.lora import TARGETS, LoraSettings, adapter_table
@@ -77,7 +76,7 @@ def load(
     for name, p in table.items():
         host = np.stack([p.from_hf(tensors[n].astype(np.float32)) for n in hf.hf_names(p)])
         where = None if layout is None else layout.sharding(p.axes, p.shape)
-        flat[name] = jax.device_put(host, where)
+        flat[name] = put(host, where)
     return unflatten_dict(flat, sep=".")
 
 
@@ -161,18 +160,26 @@ def export(adapter: Params, base: Base, settings: LoraSettings, out_dir: str | P
     """Write an adapter folder that PEFT and serving engines load, then read it back and compare.
 
     Tensors in float32. Returns the folder. ValueError when `out_dir` already holds weights; OSError
-    when a tensor reads back different.
+    when a tensor reads back different. On several processes all must call it; process 0 writes.
     """
     out = Path(out_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    if any(out.glob("*.safetensors*")):
-        raise ValueError(f"{out} already holds weights: choose a new folder")
+    with hosts.together():
+        if hosts.first():
+            out.mkdir(parents=True, exist_ok=True)
+            if any(out.glob("*.safetensors*")):
+                raise ValueError(f"{out} already holds weights: choose a new folder")
     flat: dict[str, Any] = dict(flatten_dict(adapter, sep="."))
     tensors = {
         name: np.ascontiguousarray(p.to_hf(layer))
         for key, p in adapter_table(base.cfg, settings.rank).items()
-        for name, layer in zip(hf.hf_names(p), np.asarray(flat[key], jnp.float32), strict=True)
+        for name, layer in zip(hf.hf_names(p), whole(flat[key]).astype(np.float32), strict=True)
     }
+    if hosts.first():
+        _write(out, tensors, base, settings)
+    return out
+
+
+def _write(out: Path, tensors: dict[str, np.ndarray], base: Base, settings: LoraSettings) -> None:
     save_file(tensors, out / WEIGHTS, metadata={"format": "pt", FINGERPRINT: base.fingerprint})
     (out / WEIGHTS).chmod(0o644)  # made for the owner only; engines may run as another user
     written, _, problems = _read(out / WEIGHTS)
@@ -198,4 +205,3 @@ def export(adapter: Params, base: Base, settings: LoraSettings, out_dir: str | P
         "alpha_pattern": {},
     }
     (out / CONFIG).write_text(json.dumps(content, indent=2) + "\n")
-    return out

@@ -65,9 +65,11 @@ class Param:
     hf_shape: tuple[int, ...]
     transform: Transform
 
-    def from_hf(self, tensor: np.ndarray) -> np.ndarray:
-        """View of one Hugging Face tensor in the shape used here (of one layer if stacked)."""
-        shape = self.shape[1:] if self.axes[0] == "layers" else self.shape
+    def from_hf(self, tensor: np.ndarray, shape: tuple[int, ...] | None = None) -> np.ndarray:
+        """View of one Hugging Face tensor in the shape used here (of one layer if stacked), or of
+        a block of it in the `shape` of a shard."""
+        if shape is None:
+            shape = self.shape[1:] if self.axes[0] == "layers" else self.shape
         return (tensor.T if self.transform == "linear" else tensor).reshape(shape)
 
     def to_hf(self, array: np.ndarray) -> np.ndarray:

@@ -11,27 +11,35 @@ class JsonlWriter:
     """Appends one JSON object a line. Each row reaches the operating system at once, the disk at
     `sync` (call it before a checkpoint is committed) and at `close`. A context manager.
 
-    NaN and Infinity never reach the file: `write` raises ValueError.
+    NaN and Infinity never reach the file: `write` raises ValueError. With `mute` rows are checked
+    and written nowhere: the same file is another process's to write.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, mute: bool = False):
         self.path = Path(path)
+        self._file = None
+        if mute:
+            return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # Half a surrogate pair, which models do produce, becomes its JSON escape.
         self._file = self.path.open("a", encoding="utf-8", errors="backslashreplace")
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self._file.write(json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n")
-        self._file.flush()
+        line = json.dumps(row, allow_nan=False, ensure_ascii=False) + "\n"
+        if self._file is not None:
+            self._file.write(line)
+            self._file.flush()
 
     def sync(self) -> None:
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        if self._file is not None:
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        if not self._file.closed:
+        if self._file is not None:
             self.sync()
             self._file.close()
+            self._file = None
 
     def __enter__(self):
         return self

@@ -199,10 +199,10 @@ def check(row: Mapping[str, Any]) -> None:
 class MetricsWriter(JsonlWriter):
     """metrics.jsonl: one row a step, steps strictly rising, absent instead of None or NaN."""
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, mute: bool = False):
         """Continues a file that is there; call `cut` first where a run may have been killed."""
-        super().__init__(path)
-        rows = self.path.read_bytes().splitlines()
+        super().__init__(path, mute)
+        rows = [] if mute else self.path.read_bytes().splitlines()
         self._last_step = json.loads(rows[-1])["step"] if rows else -1
 
     def write(self, row: Mapping[str, Any]) -> None:

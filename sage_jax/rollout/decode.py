@@ -43,18 +43,20 @@ class Slots(NamedTuple):
 def empty_slots(
     cfg: qwen.QwenConfig, slots: int, length: int, max_new: int, dtype, layout: Layout | None
 ) -> Slots:
-    """No live rows; the cache holds `length` tokens a slot."""
+    """No live rows; the cache holds `length` tokens a slot, all else is whole on every device."""
+    everywhere = None if layout is None else layout.sharding(())
+
+    def full(shape, value, kind):
+        return jnp.full(shape, value, kind, device=everywhere)
 
     def zeros(shape, kind):
-        return jnp.zeros(shape, kind)
+        return full(shape, 0, kind)
 
     facts = RowFacts(
         zeros((slots, 2), jnp.uint32),
         zeros(slots, jnp.float32),
-        Truncation(
-            zeros(slots, jnp.int32), jnp.ones(slots, jnp.float32), zeros(slots, jnp.float32)
-        ),
-        jnp.full((slots, MAX_STOPS), -1, jnp.int32),
+        Truncation(zeros(slots, jnp.int32), full(slots, 1, jnp.float32), zeros(slots, jnp.float32)),
+        full((slots, MAX_STOPS), -1, jnp.int32),
         zeros(slots, jnp.int32),
     )
     return Slots(
@@ -73,6 +75,16 @@ def empty_slots(
 def prefill(params, tokens_bp, lengths_b, *, cfg, dtype, layout):
     """Last hidden state [b, d] and cache prefix {k, v: [l, b, p, k, h]} of right-padded prompts."""
     return qwen.prefill(params, cfg, tokens_bp, lengths_b, dtype=dtype, layout=layout)
+
+
+def _readable(slots: Slots, layout: Layout | None) -> Slots:
+    """The slots as `empty_slots` places them. All but the cache is small and whole on every device:
+    so each process can read it, and the next call finds its input where this one left it."""
+    if layout is None:
+        return slots
+    whole = jax.lax.with_sharding_constraint(slots._replace(cache={}), layout.sharding(()))
+    cache = {name: layout.constrain(c, *qwen.CACHE_AXES) for name, c in slots.cache.items()}
+    return whole._replace(cache=cache)
 
 
 def _emit(slots: Slots, logits_sv: jax.Array, fresh_s: jax.Array) -> Slots:
@@ -130,7 +142,7 @@ def insert(params, slots, hidden_bd, prefix, lengths_b, source_s, facts, *, cfg,
         count_s=jnp.where(fresh_s, 0, slots.count_s),
     )
     logits_bv = qwen.head_logits(params, cfg, hidden_bd.astype(dtype))
-    return _emit(slots, logits_bv[from_s], fresh_s)
+    return _readable(_emit(slots, logits_bv[from_s], fresh_s), layout)
 
 
 @partial(
@@ -164,4 +176,4 @@ def decode(params, slots, *, cfg, steps, read_length, dtype, layout):
         slots = slots._replace(cache=cache, position_s=slots.position_s + live_s)
         return step + 1, _emit(slots, qwen.head_logits(params, cfg, hidden_sd), live_s)
 
-    return jax.lax.while_loop(alive, advance, (jnp.int32(0), slots))[1]
+    return _readable(jax.lax.while_loop(alive, advance, (jnp.int32(0), slots))[1], layout)

@@ -2,7 +2,7 @@
 
 `submit` queues rows, `step` admits, decodes a chunk and returns what has finished; freed slots are
 refilled on the next `step`. All host decisions follow from the rows and the step count alone, so
-that a resumed or repeated run takes the same ones.
+that a resumed or repeated run takes the same ones, and so does every process of a run of several.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sage_jax.core.mesh import Layout
+from sage_jax.core.mesh import Layout, put
 from sage_jax.models.qwen import QwenConfig
 from sage_jax.rollout import decode as programs
 from sage_jax.rollout.admission import (
@@ -65,6 +65,7 @@ class Engine:
         few = shares * -(-prefill_rows // (4 * shares))
         self.prefill_rows = tuple(sorted({few, prefill_rows}))
         self._static = {"cfg": cfg, "dtype": dtype, "layout": layout}
+        self._everywhere = None if layout is None else layout.sharding(())
         self._rows: list[Row | None] = [None] * slots
         self._count_s = np.zeros(slots, np.int64)  # tokens sampled
         self._queue = Queue()
@@ -229,7 +230,7 @@ class Engine:
     def _to_device(self, arrays):
         """The only host-to-device transfers of a rollout: one a prefill and one an insert."""
         self.transfers += 1
-        return jax.device_put(arrays)
+        return put(arrays, self._everywhere)
 
     def _harvest(self) -> list[Completion]:
         """The only device-to-host transfers of a rollout: flags each step, tokens when needed."""

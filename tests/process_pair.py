@@ -1,0 +1,60 @@
+"""Two processes of four fake CPU devices each that form one run over loopback."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+class Pair:
+    """`python *args` twice, told apart by PROCESS_ID; a context manager that leaves none behind."""
+
+    def __init__(self, folder, *args):
+        folder.mkdir(parents=True, exist_ok=True)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        env = os.environ | {
+            "COORDINATOR_ADDRESS": address,
+            "NUM_PROCESSES": "2",
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
+            # Programs run for moments here, and each process compiles them anew.
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+            "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}",
+        }
+        self._logs = [folder / f"log{i}" for i in range(2)]
+        self.processes = []
+        for i, log in enumerate(self._logs):
+            with log.open("w") as file:
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-u", *map(str, args)],
+                        env=env | {"PROCESS_ID": str(i)},
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        cwd=ROOT,
+                    )
+                )
+
+    def log(self, i):
+        return self._logs[i].read_text()
+
+    def wait(self, seconds):
+        """Exit codes of both, which end within `seconds`."""
+        try:
+            return [process.wait(seconds) for process in self.processes]
+        except subprocess.TimeoutExpired as error:
+            shown = "\n".join(f"--- process {i}\n{self.log(i)[-3000:]}" for i in range(2))
+            raise AssertionError(f"still running after {seconds} s\n{shown}") from error
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.processes:
+            process.kill()
+            process.wait()
