@@ -3,7 +3,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test parity multidevice lint clean
+.PHONY: demo test parity multidevice dryrun-check lint clean
 
 # The main job on the packaged tiny model, in a new directory each time.
 demo: $(STAMP)-base
@@ -11,7 +11,7 @@ demo: $(STAMP)-base
 
 # Everything a commit must pass that needs neither torch nor a second process.
 test: $(STAMP)-dev lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not parity and not multidevice" --durations=10
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not parity and not multidevice and not tpu_compiler" --durations=10
 
 lint: $(STAMP)-dev
 	$(BIN)/ruff check .
@@ -25,6 +25,10 @@ parity: $(STAMP)-dev $(STAMP)-parity
 # Eight fake CPU devices, and two processes of four.
 multidevice: $(STAMP)-dev
 	$(BIN)/python -m pytest -m multidevice --durations=5
+
+# Programs of a step compiled for TPUs by libtpu, on any Linux machine.
+dryrun-check: $(STAMP)-dev $(STAMP)-dryrun
+	$(BIN)/python -m pytest -m tpu_compiler --durations=5
 
 $(STAMP)-%: requirements.txt setup.py
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

@@ -28,6 +28,8 @@ setup(
         "tpu": ["jax[tpu]"],
         "cuda12": ["jax[cuda12]"],
         "cuda13": ["jax[cuda13]"],
+        # The TPU compiler, to compile for chips that are not there; no TPU is needed.
+        "dryrun": ["libtpu>=0.0.42,<0.0.43"],
         "plots": PLOTS,
         "dev": [
             *PLOTS,

@@ -2,8 +2,8 @@
 
     python -m sage_jax.main --config=configs/qwen4b.py
 
-Hardware: a v5e:4x4 slice or one node of 8 x 80 GB GPUs;
-parameters, gradients and optimizer state are sharded over all devices.
+Hardware: a v5e:4x4 slice, by dry run (docs/hardware.md; all weights: rollout.slots=16),
+or one node of 8 x 80 GB GPUs; parameters, gradients and optimizer state are split over all.
 LoRA of rank 128 as in the paper; --config.lora.rank=0 trains all weights.
 Expected: the paper reports its best validation accuracy near step 100-140. Neither time nor result
 of this file has been measured yet.

@@ -2,8 +2,8 @@
 
     python -m sage_jax.main --config=configs/qwen7b.py
 
-Hardware: a v5p:2x2x4 slice or one node of 8 x 80 GB GPUs;
-parameters, gradients and optimizer state are sharded over all devices.
+Hardware: a v5e:4x4 slice (LoRA), v5p:2x2x2 (all weights) (not dry-run yet: --mode=dryrun tells),
+or one node of 8 x 80 GB GPUs; parameters, gradients and optimizer state are split over all.
 LoRA of rank 128 as in the paper; --config.lora.rank=0 trains all weights.
 Expected: the paper reports its best validation accuracy near step 100-140. Neither time nor result
 of this file has been measured yet.
@@ -13,4 +13,6 @@ from sage_jax.recipes import paper
 
 
 def get_config():
-    return paper("Qwen/Qwen2.5-7B-Instruct")
+    c = paper("Qwen/Qwen2.5-7B-Instruct")
+    c.rollout.slots = 32
+    return c

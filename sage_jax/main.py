@@ -24,6 +24,7 @@ MODES = {
     "generate": "samples for the JSON lines of --input, written to --output",
     "score": "log-probabilities of the tokens of --input, written to --output",
     "export": "a Hugging Face folder (or an adapter's) in --output, read back and compared",
+    "dryrun": "does a run fit the chips of --topology? compiled for them, none of them needed",
 }
 NEEDS_CONFIG = ("train", "sft", "eval")
 NEEDS_FILES = {"generate": ("input", "output"), "score": ("input", "output"), "export": ("output",)}
@@ -36,7 +37,10 @@ CONFIG = config_flags.DEFINE_config_file(
 MODE = flags.DEFINE_enum("mode", "train", list(MODES), "What to do.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Where a run lives (default: runs/<config name>).")
 INPUT = flags.DEFINE_string("input", "", "JSON lines to read (generate, score).")
-OUTPUT = flags.DEFINE_string("output", "", "File or folder to write (generate, score, export).")
+OUTPUT = flags.DEFINE_string(
+    "output", "", "File or folder to write (generate, score, export, dryrun)."
+)
+TOPOLOGY = flags.DEFINE_string("topology", "", "Chips of a dry run, such as v5e:4x4 or cpu:8.")
 
 HELP_FLAGS = ("help", "helpshort", "helpfull", "h")
 USAGE = "usage: python -m sage_jax.main --config=FILE [--mode=MODE] [--workdir=DIR] [...]"
@@ -48,11 +52,12 @@ examples:
   python -m sage_jax.main --mode=eval --config=configs/tiny.py --workdir=runs/first
   python -m sage_jax.main --mode=generate --workdir=runs/first --input=in.jsonl --output=out.jsonl
   python -m sage_jax.main --mode=export --workdir=runs/first --output=exported
+  python -m sage_jax.main --mode=dryrun --config=configs/qwen4b.py --topology=v5e:4x4
   python -m sage_jax.verify --help
 
 All fields with defaults and meaning: docs/config.md, or python -m sage_jax.config.
-Exit codes: 0 done, 1 some input lines were bad or the run stopped itself, 2 usage or config,
-143 saved on a signal."""
+Exit codes: 0 done, 1 some input lines were bad, the run stopped itself or does not fit, 2 usage or
+config, 143 saved on a signal."""
 
 
 class UsageError(ValueError):
@@ -80,7 +85,7 @@ class StopRequest:
 
 def help_text() -> str:
     """What --help prints: modes, flags and examples."""
-    own = ("config", "mode", "workdir", "input", "output")
+    own = ("config", "mode", "workdir", "input", "output", "topology")
     width = max(map(len, (*MODES, "config.a.b")))
     lines = [USAGE, "", "modes:"]
     lines += [f"  {name:<{width}}  {text}" for name, text in MODES.items()]
@@ -117,8 +122,9 @@ def parse(argv: list[str]) -> None:
             raise UsageError(f"--mode={MODE.value} needs --{name}=PATH")
     if INPUT.value and not Path(INPUT.value).is_file():
         raise UsageError(f"--input={INPUT.value}: no such file")
-    name, target = ("output", OUTPUT) if MODE.value in NEEDS_FILES else ("workdir", WORKDIR)
-    folder = MODE.value not in ("generate", "score")
+    to_output = MODE.value in NEEDS_FILES or (MODE.value == "dryrun" and OUTPUT.value)
+    name, target = ("output", OUTPUT) if to_output else ("workdir", WORKDIR)
+    folder = not (to_output and MODE.value != "export")
     if target.value and (reason := _unusable(Path(target.value), folder)):
         raise UsageError(f"--{name}={target.value}: {reason}")
     if INPUT.value and OUTPUT.value and Path(OUTPUT.value).exists():
@@ -152,7 +158,8 @@ def main(argv: list[str]) -> int:
     try:
         parse(argv)
         config = schema.validate(CONFIG.value)
-        start()  # before anything can ask JAX for its devices
+        if MODE.value != "dryrun":
+            start()  # before anything can ask JAX for its devices
         # Only now: a mistyped flag should not cost the seconds that JAX takes to load.
         from sage_jax import modes
 
@@ -160,7 +167,9 @@ def main(argv: list[str]) -> int:
         name = Path(config_flags.get_config_filename(FLAGS["config"])).stem
         workdir = Path(WORKDIR.value or f"runs/{name}")
         files = (Path(INPUT.value), Path(OUTPUT.value))
-        job = modes.Job(config, overrides, workdir, *files, named=bool(WORKDIR.value))
+        job = modes.Job(
+            config, overrides, workdir, *files, named=bool(WORKDIR.value), topology=TOPOLOGY.value
+        )
         return modes.run(MODE.value, job, StopRequest())
     except (UsageError, schema.ConfigError, SourceError, IsolationError, ProcessError) as error:
         print(f"sage_jax: {error}", file=sys.stderr)

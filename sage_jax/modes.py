@@ -51,6 +51,7 @@ class Job:
     input: Path
     output: Path
     named: bool = False  # --workdir was given
+    topology: str = ""
 
 
 @contextlib.contextmanager
@@ -309,6 +310,15 @@ def run_sft(job: Job, stop) -> int:
     return 0
 
 
+def run_dryrun(job: Job, stop) -> int:
+    """Compile the programs of a step for the chips of --topology; 1 when one does not fit."""
+    from sage_jax.dryrun.mode import run
+
+    named = job.output != Path("")  # an empty flag
+    output = job.output if named else job.workdir / "dryrun.json"
+    return run(job.config, job.topology, output)
+
+
 MODES = {
     "train": run_train,
     "sft": run_sft,
@@ -316,6 +326,7 @@ MODES = {
     "generate": _offline(offline.generate),
     "score": _offline(offline.score),
     "export": run_export,
+    "dryrun": run_dryrun,
 }
 
 

@@ -9,8 +9,9 @@ from sage_jax.config import base
 
 def paper(model_path: str) -> ml_collections.ConfigDict:
     """SAGE as published (arXiv 2603.15255): LoRA of rank 128, lr 3e-6, 200 steps; rows, lengths, K
-    and alpha follow the systems it builds on where the paper is silent. All devices share the
-    parameters. lora.rank=0 trains all weights."""
+    and alpha follow the systems it builds on where the paper is silent. Four devices
+    decode with one copy of the weights; rows and parameters of an update are split over all.
+    lora.rank=0 trains all weights."""
     c: Any = base()  # the stubs of ConfigDict give a field the types of all fields
     c.model.path = model_path
     c.model.dtype = "bfloat16"
@@ -22,7 +23,7 @@ def paper(model_path: str) -> ml_collections.ConfigDict:
     c.method.attempts = 5
     c.method.drawn = 128
     c.method.solutions = 1
-    c.rollout.slots = 128
+    c.rollout.slots = 64
     c.rollout.chunk = 64
     c.rollout.prefill_rows = 16
     c.rollout.buckets = (512, 1024, 2048, 4096, 6144, 8192, 10240)
@@ -36,4 +37,5 @@ def paper(model_path: str) -> ml_collections.ConfigDict:
     c.sandbox.workers = 16
     c.mesh.data = 1
     c.mesh.fsdp = -1
+    c.mesh.tensor = 4
     return c

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sage_jax.config import ROLES, ConfigError
 from sage_jax.core import hosts
-from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh
+from sage_jax.core.mesh import DECODE_RULES, ROWS_RULES, UPDATE_RULES, Layout, make_mesh
 from sage_jax.core.tokens import Tokens, resolve
 from sage_jax.models import hf, lora, peft, qwen
 from sage_jax.models.lora import LoraSettings
@@ -62,16 +62,17 @@ class Placement:
     apart: bool = False
 
 
-def placement(config) -> Placement:
-    """The mesh of the config. ConfigError when sizes and devices do not fit together."""
-    m = config.mesh
+def placement(config, devices: Sequence[Any] | None = None) -> Placement:
+    """The mesh of the config over `devices` (default: all of this run). ConfigError when sizes and
+    devices do not fit together."""
+    m, count = config.mesh, jax.device_count() if devices is None else len(devices)
     shape = {"data": m.data, "fsdp": m.fsdp, "tensor": m.tensor}
     alone = all(size == 1 for size in shape.values()) and hosts.count() == 1
-    if alone or (jax.device_count() == 1 and all(size in (1, -1) for size in shape.values())):
+    if alone or (count == 1 and all(size in (1, -1) for size in shape.values())):
         on_cpu = jax.default_backend() == "cpu"
         return Placement(None, None, dict.fromkeys(shape, 1), apart=on_cpu)
     try:
-        mesh = make_mesh(**shape)
+        mesh = make_mesh(**shape, devices=devices)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     rows = mesh.shape["data"] * mesh.shape["fsdp"]
@@ -90,9 +91,12 @@ def placement(config) -> Placement:
             f"lora.rank={config.lora.rank}: must be a multiple of mesh.fsdp="
             f"{mesh.shape['fsdp']}, over which the factors are split; change one of them"
         )
-    hosts.meet(mesh)
-    layouts = (Layout(mesh, UPDATE_RULES), Layout(mesh, DECODE_RULES))
-    return Placement(*layouts, dict(mesh.shape))
+    if devices is None:
+        hosts.meet(mesh)
+    sharded = mesh.shape["fsdp"] * mesh.shape["tensor"]
+    rows_suffice = config.optim.micro_rows % mesh.size == 0 and config.lora.rank % sharded == 0
+    rules = ROWS_RULES if mesh.shape["tensor"] > 1 and rows_suffice else UPDATE_RULES
+    return Placement(Layout(mesh, rules), Layout(mesh, DECODE_RULES), dict(mesh.shape))
 
 
 @dataclasses.dataclass
@@ -263,14 +267,19 @@ def decode_weights(params: dict, cfg: qwen.QwenConfig, place: Placement, dtype: 
     ready = {name: x for name, x in flat.items() if in_place(name, x)}
     rest = {name: x for name, x in flat.items() if name not in ready}
     placed = tuple((name, axes[name]) for name in rest)
-    cast = _cast(rest, axes=placed, dtype=dtype, layout=place.decode) if rest else {}
+    cast = cast_weights(rest, axes=placed, dtype=dtype, layout=place.decode) if rest else {}
     weights = unflatten_dict({name: (ready | cast)[name] for name in flat}, sep=".")
     return apart(weights) if place.apart else weights
 
 
 @partial(jax.jit, static_argnames=("axes", "dtype", "layout"))
-def _cast(flat: dict, *, axes: tuple, dtype: str, layout: Layout | None) -> dict:
+def cast_weights(flat: dict, *, axes: tuple, dtype: str, layout: Layout | None) -> dict:
+    """Flat params in another type and layout; `axes`: (name, logical axes) of each."""
     cast = {name: x.astype(dtype) for name, x in flat.items()}
     if layout is None:
         return cast
+    # By way of the tensor-parallel layout of updates: from one with all axes on `embed` in a single
+    # move, XLA would put every weight whole on every device first.
+    halfway = Layout(layout.mesh, UPDATE_RULES)
+    cast = {name: halfway.constrain(cast[name], *of) for name, of in axes}
     return {name: layout.constrain(cast[name], *of) for name, of in axes}

@@ -28,7 +28,7 @@ LAYERS = (
     ("evaluate", "runtime"),
     ("resume",),
     ("run", "offline", "sft"),
-    ("startup", "train"),
+    ("startup", "train", "dryrun"),
     ("modes",),
     ("main",),
 )

@@ -30,6 +30,15 @@ UPDATE_RULES: Mapping[str, MeshAxes] = {
     "outer_batch": "data",
     "all_vocab": ("tensor", "fsdp"),
 }
+# Where a pass holds rows enough for all devices, the tensor axis splits rows and weights further
+# and devices exchange weights alone; to exchange what each layer gives moves several times more.
+ROWS_RULES: Mapping[str, MeshAxes] = {
+    **UPDATE_RULES,
+    **dict.fromkeys(("q_heads", "kv_heads", "mlp", "vocab")),
+    "batch": AXES,
+    "embed": ("fsdp", "tensor"),
+    "lora_rank": ("fsdp", "tensor"),
+}
 # A decode step reads every weight once for one token a row: gathering fsdp shards each time would
 # cost more than the read itself, so decoding keeps whole weights but for the tensor axis.
 DECODE_RULES: Mapping[str, MeshAxes] = {

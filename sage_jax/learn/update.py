@@ -130,7 +130,7 @@ class Update:
         self.zeros = jax.jit(self._zeros, out_shardings=acc_at)
         self.accumulate = jax.jit(self._accumulate, donate_argnums=1, out_shardings=acc_at)
         self.finish = jax.jit(self._finish, donate_argnums=0, out_shardings=finish_at)
-        self._score = jax.jit(self._score_micro)
+        self.score = jax.jit(self._score_micro)
 
     def step(self, state: TrainState, packed: Packed) -> tuple[TrainState, Metrics]:
         """One update over all of `packed`; donates `state`. ValueError if there is nothing in it.
@@ -153,7 +153,7 @@ class Update:
         With several epochs or mini-batches: taken once before the first update, for
         `micro._replace(old_logp_bt=...)`.
         """
-        return self._score(state, micro)
+        return self.score(state, micro)
 
     def skipped(self, state: TrainState) -> int:
         """Updates skipped so far; waits for the update in flight."""

@@ -192,18 +192,25 @@ def _linear(
     w: Params, layout: Layout | None, name: str, x: jax.Array, inputs: str, outputs: str
 ) -> jax.Array:
     """x W with axes b, t and `outputs`; plus (x A) B where an adapter is attached."""
+    heads = "kv_heads" if name in ("k_proj", "v_proj") else "q_heads"
+    axes = {"d": None, "n": heads, "h": "head_dim", "f": "mlp", "r": None}
+
+    def whole(name: str, letters: str) -> jax.Array:
+        # Gathered over fsdp once where it is used: left to itself, XLA gathers for each product.
+        return _constrain(layout, w[name], *(axes[letter] for letter in letters))
 
     def flat(weight: jax.Array) -> jax.Array:
         # One contracted dimension: with two, XLA transposes the weights on a CPU at every call.
         return weight.reshape(-1, *weight.shape[len(inputs) :])
 
     x_bti = x.reshape(*x.shape[:2], -1)
-    z = jnp.einsum(f"bti,i{outputs}->bt{outputs}", x_bti, flat(w[name]))
+    z = jnp.einsum(f"bti,i{outputs}->bt{outputs}", x_bti, flat(whole(name, inputs + outputs)))
     if name + LORA_A not in w:
         return z
-    x_btr = jnp.einsum("bti,ir->btr", x_bti, flat(w[name + LORA_A]))
+    a, b = whole(name + LORA_A, inputs + "r"), whole(name + LORA_B, "r" + outputs)
+    x_btr = jnp.einsum("bti,ir->btr", x_bti, flat(a))
     x_btr = _constrain(layout, x_btr, "batch", "seq", None)
-    return z + jnp.einsum(f"btr,r{outputs}->bt{outputs}", x_btr, w[name + LORA_B])
+    return z + jnp.einsum(f"btr,r{outputs}->bt{outputs}", x_btr, b)
 
 
 def _cast(weight: jax.Array, dtype: DTypeLike) -> jax.Array:
