@@ -23,6 +23,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 from flax.traverse_util import unflatten_dict  # noqa: E402
 from jax.experimental import topologies  # noqa: E402
+from jax.extend.core import jaxprs_in_params  # noqa: E402
 
 from sage_jax.core.mesh import UPDATE_RULES, Layout, make_mesh  # noqa: E402
 from sage_jax.learn.optimizer import UpdateSettings, make_optimizer  # noqa: E402
@@ -120,7 +121,7 @@ def products(jaxpr) -> int:
         if eqn.primitive.name in ("pallas_call", "shard_map", "while"):
             continue  # attention: see `attention_products`
         times = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-        for inner_jaxpr in jax.core.jaxprs_in_params(eqn.params):
+        for inner_jaxpr in jaxprs_in_params(eqn.params):
             total += times * products(inner_jaxpr)
     return total
 

@@ -213,13 +213,6 @@ def _linear(
     return z + jnp.einsum(f"btr,r{outputs}->bt{outputs}", x_btr, b)
 
 
-def _cast(weight: jax.Array, dtype: DTypeLike) -> jax.Array:
-    if weight.dtype == dtype:
-        return weight
-    # Without the barrier the casts of all layers are moved out of the loop: a copy of all weights.
-    return jax.lax.optimization_barrier(weight).astype(dtype)
-
-
 def _layer(
     x_btd: jax.Array,
     weights: Params,
@@ -229,7 +222,7 @@ def _layer(
     layout: Layout | None,
 ) -> tuple[jax.Array, Any]:
     """One transformer layer; `attend(q, k, v)` gives the attention output and what to keep."""
-    w = {name: _cast(value, x_btd.dtype) for name, value in weights.items()}
+    w = {name: value.astype(x_btd.dtype) for name, value in weights.items()}
     linear = partial(_linear, w, layout)
 
     def heads(y_btd: jax.Array, name: str, axis: str) -> jax.Array:
