@@ -30,7 +30,7 @@ from sage_jax import config as schema
 from sage_jax.core.tokens import Tokens
 from sage_jax.methods import graph
 from sage_jax.methods.graph import Episode, Node, Player, play
-from sage_jax.models import hf, qwen
+from sage_jax.models import hf, qwen, qwen_params
 from sage_jax.models.stack import apart
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.row import Row
@@ -204,7 +204,7 @@ class LiveShare:
 
 def roles(repeats: int) -> None:
     config = schema.validate(schema.base())
-    params = qwen.init(RANDOM_MODEL, jax.random.key(0))
+    params = qwen_params.init(RANDOM_MODEL, jax.random.key(0))
     stream = Engine(
         RANDOM_MODEL,
         slots=SLOTS,

@@ -24,7 +24,7 @@ from flax.traverse_util import unflatten_dict
 
 from sage_jax.core import chips
 from sage_jax.core.mesh import DECODE_RULES, Layout, make_mesh
-from sage_jax.models import costs, qwen
+from sage_jax.models import costs, qwen, qwen_params
 from sage_jax.models.qwen_config import QwenConfig
 
 LAYERS = 36
@@ -49,7 +49,7 @@ def arrays(cfg: QwenConfig, slots: int, length: int, layout: Layout) -> tuple[An
     def array(shape, axes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.sharding(axes, shape))
 
-    table = qwen.param_table(cfg)
+    table = qwen_params.param_table(cfg)
     params = unflatten_dict(
         {n: array(p.shape, p.axes) for n, p in table.items() if p.axes[0] != "layers"}, sep="."
     )

@@ -25,7 +25,7 @@ from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.learn.pack import TrainRow, pack
 from sage_jax.learn.score import token_logps
 from sage_jax.learn.update import Update, host_metrics, init_state
-from sage_jax.models import qwen
+from sage_jax.models import qwen_params
 from sage_jax.models.qwen_config import QwenConfig
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.row import Row
@@ -104,7 +104,7 @@ def parity(cfg: QwenConfig, work: Work) -> list[tuple]:
 
     cpu, here = jax.local_devices(backend="cpu")[0], jax.devices()[0]
     with jax.default_device(cpu):
-        params = qwen.init(cfg, jax.random.key(0))
+        params = qwen_params.init(cfg, jax.random.key(0))
     with jax.default_matmul_precision("highest"):  # the default of a GPU is TF32
         want_bt = logps(params, cpu, jnp.float32)
         fp32 = float(np.abs(logps(params, here, jnp.float32) - want_bt).max())
@@ -120,7 +120,7 @@ def decoding(cfg: QwenConfig, work: Work) -> list[tuple]:
     rng = np.random.default_rng(1)
     params = jax.jit(
         lambda tree: jax.tree.map(lambda x: x.astype(jnp.bfloat16), tree), donate_argnums=0
-    )(qwen.init(cfg, jax.random.key(0)))
+    )(qwen_params.init(cfg, jax.random.key(0)))
     length = work.prompt + work.new
     engine = Engine(
         cfg,
@@ -170,7 +170,7 @@ def updating(cfg: QwenConfig, work: Work) -> list[tuple]:
     packed = pack(rows, ROLES, (work.update_tokens,), work.micro_rows)
     settings = UpdateSettings(dtype="bfloat16", remat="full", lr=1e-5)
     tx = make_optimizer(settings, 10)
-    state = init_state(qwen.init(cfg, jax.random.key(0)), tx)
+    state = init_state(qwen_params.init(cfg, jax.random.key(0)), tx)
     size = sum(x.size for x in jax.tree.leaves(state.params))
     update = Update(cfg, settings, ROLES, tx, state)
     seconds, figures = 0.0, {}

@@ -29,7 +29,7 @@ from sage_jax.core.mesh import UPDATE_RULES, Layout, make_mesh  # noqa: E402
 from sage_jax.learn.optimizer import UpdateSettings, make_optimizer  # noqa: E402
 from sage_jax.learn.pack import MicroBatch  # noqa: E402
 from sage_jax.learn.update import TrainState, Update  # noqa: E402
-from sage_jax.models import lora, qwen  # noqa: E402
+from sage_jax.models import lora, qwen, qwen_params  # noqa: E402
 
 ROLES = ("challenger", "planner", "solver", "critic")
 GIB = 2**30
@@ -51,7 +51,7 @@ def config(name: str, layers: int, vocab: int) -> qwen.QwenConfig:
     )
 
 
-def abstract(table: dict[str, qwen.Param], dtype, layout: Layout):
+def abstract(table: dict[str, qwen_params.Param], dtype, layout: Layout):
     flat = {
         name: jax.ShapeDtypeStruct(p.shape, dtype, sharding=layout.sharding(p.axes, p.shape))
         for name, p in table.items()
@@ -61,7 +61,7 @@ def abstract(table: dict[str, qwen.Param], dtype, layout: Layout):
 
 def abstract_state(cfg: qwen.QwenConfig, rank: int, tx, layout: Layout) -> TrainState:
     replicated = layout.sharding(())
-    weights = abstract(qwen.param_table(cfg), jnp.bfloat16 if rank else jnp.float32, layout)
+    weights = abstract(qwen_params.param_table(cfg), jnp.bfloat16 if rank else jnp.float32, layout)
     frozen = weights if rank else None
     if rank:
         weights = abstract(lora.adapter_table(cfg, rank), jnp.float32, layout)

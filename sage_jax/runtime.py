@@ -17,7 +17,7 @@ from sage_jax.config import ROLES, ConfigError
 from sage_jax.core import hosts
 from sage_jax.core.mesh import DECODE_RULES, ROWS_RULES, UPDATE_RULES, Layout, make_mesh
 from sage_jax.core.tokens import Tokens, resolve
-from sage_jax.models import hf, lora, peft, qwen
+from sage_jax.models import hf, lora, peft, qwen, qwen_params
 from sage_jax.models.lora import LoraSettings
 from sage_jax.models.stack import apart
 from sage_jax.roles import PromptSet, load_prompts
@@ -253,7 +253,7 @@ def decode_weights(params: dict, cfg: qwen.QwenConfig, place: Placement, dtype: 
     unless layers are set apart.
     """
     flat: dict[str, Any] = dict(flatten_dict(params, sep="."))
-    table = qwen.param_table(cfg) | lora.adapter_table(cfg, lora.rank_of(params))
+    table = qwen_params.param_table(cfg) | lora.adapter_table(cfg, lora.rank_of(params))
     axes = {name: table[name].axes for name in flat}
 
     def in_place(name: str, x: jax.Array) -> bool:

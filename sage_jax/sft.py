@@ -25,7 +25,7 @@ from sage_jax.core.tokens import Tokens, resolve
 from sage_jax.learn.objective import completion_mask
 from sage_jax.learn.pack import MicroBatch, TrainRow, pack
 from sage_jax.learn.score import token_logps
-from sage_jax.models import hf, qwen
+from sage_jax.models import hf, qwen_params
 from sage_jax.models.qwen_config import QwenConfig
 from sage_jax.report.progress import logger
 from sage_jax.roles import PromptSet, load_prompts
@@ -130,7 +130,7 @@ def _start(settings: SftSettings) -> tuple[Any, QwenConfig]:
     if not settings.from_scratch:
         return hf.load(settings.model_path)
     cfg = hf.read_config(resolve(settings.model_path))
-    return qwen.init(cfg, jax.random.key(settings.seed)), cfg
+    return qwen_params.init(cfg, jax.random.key(settings.seed)), cfg
 
 
 def _export(params: Any, cfg: QwenConfig, out: Path, source: str) -> Path:

@@ -25,7 +25,7 @@ def tiny_folder(tmp_path_factory):
     """A Hugging Face folder of the tiny architecture with random weights."""
     import jax
 
-    from sage_jax.models import hf, qwen
+    from sage_jax.models import hf, qwen_params
     from sage_jax.models.qwen_config import QwenConfig
     from sage_jax.tasks.tiny_tokenizer import write_folder
 
@@ -34,7 +34,7 @@ def tiny_folder(tmp_path_factory):
     config = json.loads((root / "base" / "config.json").read_text())
     config |= {"num_hidden_layers": 2, "intermediate_size": 64}
     cfg = QwenConfig.from_hf(config)
-    params = qwen.init(cfg, jax.random.key(0))
+    params = qwen_params.init(cfg, jax.random.key(0))
     return hf.export(params, cfg, root / "model", root / "base")
 
 

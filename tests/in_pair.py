@@ -25,7 +25,7 @@ from sage_jax.core import distributed, hosts
 from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh, put, whole
 from sage_jax.learn.pack import pack
 from sage_jax.learn.update import host_metrics
-from sage_jax.models import hf, qwen
+from sage_jax.models import hf, qwen_params
 from sage_jax.models.lora import adapter_table
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.verdicts import SharedVerifier
@@ -191,7 +191,7 @@ def flat(tree):
 def tokens():
     """Ids of many rows on few slots, by row."""
     layout = Layout(make_mesh(2, 4, 1), DECODE_RULES)
-    params = qwen.init(test_engine.CFG, jax.random.key(0), layout=layout)
+    params = qwen_params.init(test_engine.CFG, jax.random.key(0), layout=layout)
     params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params)
     engine = Engine(
         test_engine.CFG,

@@ -20,7 +20,7 @@ from sage_jax.dryrun.measure import Measured
 from sage_jax.dryrun.programs import StepPrograms, bytes_per_chip
 from sage_jax.dryrun.timing import FULL, Timing
 from sage_jax.learn.update import init_state
-from sage_jax.models import costs, lora, qwen
+from sage_jax.models import costs, lora, qwen_params
 from sage_jax.report import dryrun as report
 from sage_jax.runtime import placement
 
@@ -163,7 +163,7 @@ def test_abstract_state_is_that_of_a_run(sizes_only, rank):
     config = small(sizes_only, lora__rank=rank)
     place = placement(config)
     step = StepPrograms(config, mode.read_sizes(str(sizes_only)), place)
-    params = qwen.init(step.cfg, jax.random.key(0), layout=place.update)
+    params = qwen_params.init(step.cfg, jax.random.key(0), layout=place.update)
     if rank:
         adapter = lora.init(step.cfg, rank, jax.random.key(1), place.update)
         state = init_state(adapter, step.tx, frozen=params)

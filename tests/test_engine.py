@@ -12,7 +12,7 @@ from greedy import pad
 
 from sage_jax.core.logprob import log_prob
 from sage_jax.core.rng import row_key
-from sage_jax.models import qwen
+from sage_jax.models import qwen, qwen_params
 from sage_jax.rollout import decode
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.row import Row
@@ -40,7 +40,8 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def params():
     # Above the usual scale: a flat distribution would hide a wrong temperature.
-    return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, qwen.init(CFG, jax.random.key(0)))
+    plain = qwen_params.init(CFG, jax.random.key(0))
+    return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, plain)
 
 
 def engine(params, slots=4, chunk=5, prefill_rows=2, buckets=BUCKETS):
@@ -173,7 +174,7 @@ def test_rows_submitted_while_others_run_fill_freed_slots(params):
 
 def test_compiled_programs_stay_within_the_declared_buckets():
     made = Engine(CFG, slots=5, buckets=BUCKETS, max_new=24, chunk=3, prefill_rows=9)
-    made.start(qwen.init(CFG, jax.random.key(1)))
+    made.start(qwen_params.init(CFG, jax.random.key(1)))
     counts = lambda: [f._cache_size() for f in (decode.prefill, decode.insert, decode.decode)]  # noqa: E731
     before = counts()
     for i in range(1, 40):
@@ -201,7 +202,7 @@ def test_transfers_per_step_are_counted_and_bounded(params):
 def test_decode_keeps_its_temporaries_under_one_layers_cache(params):
     cfg = qwen.QwenConfig(**{**CFG.__dict__, "num_layers": 8})
     slots = jax.eval_shape(lambda: decode.empty_slots(cfg, 64, 512, 16, jnp.float32, None))
-    shapes = jax.eval_shape(lambda: qwen.init(cfg, jax.random.key(0)))
+    shapes = jax.eval_shape(lambda: qwen_params.init(cfg, jax.random.key(0)))
     static = {"cfg": cfg, "steps": 4, "read_length": 512, "dtype": jnp.float32, "layout": None}
     compiled = decode.decode.lower(shapes, slots, **static).compile()
     whole = sum(x.size * 4 for x in slots.cache.values())

@@ -16,7 +16,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from sage_jax.core.mesh import UPDATE_RULES, Layout, make_mesh
-from sage_jax.models import hf, qwen
+from sage_jax.models import hf, qwen, qwen_params
 
 DATA = Path(__file__).parent / "data"
 GOLDENS = ["golden_qwen2", "golden_qwen2_5", "golden_qwen3"]
@@ -104,7 +104,7 @@ def test_load_places_each_device_its_shard_only():
     layout = Layout(make_mesh(1, 4, 2), UPDATE_RULES)
     params, _ = hf.load(DATA / "golden_qwen2", layout=layout)
     assert_equal(params, alone)
-    for name, p in qwen.param_table(cfg).items():
+    for name, p in qwen_params.param_table(cfg).items():
         array = params
         for key in name.split("."):
             array = array[key]
@@ -122,7 +122,7 @@ def test_the_host_never_holds_the_whole_model(tmp_path):
     rng = np.random.default_rng(0)
     flat = {
         name: jnp.asarray(rng.standard_normal(p.shape), jnp.float32)
-        for name, p in qwen.param_table(cfg).items()
+        for name, p in qwen_params.param_table(cfg).items()
     }
     params = unflatten_dict(flat, sep=".")
     total = sum(x.nbytes for x in jax.tree.leaves(params))
@@ -160,7 +160,7 @@ def test_each_byte_is_read_once_and_no_host_array_exceeds_a_shard(monkeypatch):
 
 
 def test_a_shard_that_is_no_block_of_its_tensor_is_an_error():
-    q_proj = qwen.param_table(hf.load(DATA / "golden_qwen3")[1])["layers.q_proj"]
+    q_proj = qwen_params.param_table(hf.load(DATA / "golden_qwen3")[1])["layers.q_proj"]
     layers, d, n, h = q_proj.shape
     whole = [slice(0, layers), slice(0, d), slice(0, n), slice(0, h)]
     assert hf._hf_block(q_proj, tuple(whole)) == (slice(0, n * h), slice(0, d))

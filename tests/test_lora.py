@@ -31,7 +31,7 @@ from sage_jax.learn.objective import completion_mask
 from sage_jax.learn.optimizer import make_optimizer
 from sage_jax.learn.pack import TrainRow, pack
 from sage_jax.learn.update import TrainState, Update, host_metrics, init_state
-from sage_jax.models import lora, qwen
+from sage_jax.models import lora, qwen, qwen_params
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.row import Row
 from sage_jax.runtime import Placement, decode_weights, placement
@@ -90,7 +90,7 @@ def fresh(shared, adapter=None):
 
 @pytest.mark.parametrize("cfg", KINDS, ids=["qwen3", "qwen2"])
 def test_a_new_adapter_changes_not_one_bit_and_a_trained_one_equals_the_merged_weights(cfg):
-    base = qwen.init(cfg, jax.random.key(0))
+    base = qwen_params.init(cfg, jax.random.key(0))
     base = {**base, "embed": base["embed"] * 40}
     tokens_bt = np.random.default_rng(0).integers(0, V, (2, 9))
     hidden = jax.jit(partial(qwen.forward, cfg=cfg, tokens_bt=tokens_bt))
@@ -105,7 +105,7 @@ def test_a_new_adapter_changes_not_one_bit_and_a_trained_one_equals_the_merged_w
     got, merged = attached(base, adapter), lora.merge(base, lora.scaled(adapter, LORA.scale))
     np.testing.assert_allclose(hidden(got), hidden(merged), atol=2e-5)
     assert np.abs(hidden(got) - plain).max() > 0.1
-    assert qwen.param_table(cfg).keys() | {"layers"} >= merged.keys()
+    assert qwen_params.param_table(cfg).keys() | {"layers"} >= merged.keys()
 
 
 def test_factors_start_as_those_of_peft_do():
@@ -113,7 +113,7 @@ def test_factors_start_as_those_of_peft_do():
     adapter = lora.init(CFG, RANK, jax.random.key(1))["layers"]
     assert {f"layers.{name}" for name in adapter} == table.keys() and len(table) == 14
     for name, x in adapter.items():
-        outputs, inputs = qwen.param_table(CFG)[f"layers.{name[:-7]}"].hf_shape
+        outputs, inputs = qwen_params.param_table(CFG)[f"layers.{name[:-7]}"].hf_shape
         assert x.dtype == jnp.float32
         if name.endswith("_b"):
             assert not x.any() and x[0].size == RANK * outputs
@@ -130,12 +130,12 @@ def test_gradients_follow_from_those_of_full_fine_tuning(shared, full):  # noqa:
     merged = lora.merge(make_params(), lora.scaled(adapter, LORA.scale))
     whole = accumulated(full, init_state(merged, full.tx), packed).grads["layers"]
     for target in lora.TARGETS:
-        a, b = (adapter["layers"][target + end] for end in (qwen.LORA_A, qwen.LORA_B))
+        a, b = (adapter["layers"][target + end] for end in (qwen_params.LORA_A, qwen_params.LORA_B))
         a, b = a.reshape(CFG.num_layers, -1, RANK), b.reshape(CFG.num_layers, RANK, -1)
         dw = whole[target].reshape(CFG.num_layers, a.shape[1], b.shape[2])
         want_a = LORA.scale * jnp.einsum("lio,lro->lir", dw, b)
         want_b = LORA.scale * jnp.einsum("lir,lio->lro", a, dw)
-        for end, want in ((qwen.LORA_A, want_a), (qwen.LORA_B, want_b)):
+        for end, want in ((qwen_params.LORA_A, want_a), (qwen_params.LORA_B, want_b)):
             x = got[target + end]
             assert float(jnp.abs(want).max()) > 1e-4, target
             np.testing.assert_allclose(x.reshape(want.shape), want, atol=2e-6, rtol=1e-4)
@@ -164,7 +164,7 @@ def test_the_gradient_program_makes_no_second_copy_of_the_base(remat):
     cfg = replace(CFG, hidden_size=64, intermediate_size=1000, num_layers=3)
     settings = replace(TUNED, remat=remat)
     tx = make_optimizer(settings, 10)
-    base = jax.eval_shape(partial(qwen.init, cfg), jax.random.key(0))
+    base = jax.eval_shape(partial(qwen_params.init, cfg), jax.random.key(0))
     adapter = jax.eval_shape(partial(lora.init, cfg, RANK), jax.random.key(1))
     counter = jax.ShapeDtypeStruct((), jnp.int32)
     state = TrainState(adapter, jax.eval_shape(tx.init, adapter), counter, counter, None, base)
@@ -282,7 +282,7 @@ def test_small_updates_reach_a_bfloat16_sampler_that_merged_weights_would_lose()
     same = jax.tree.map(lambda x, y: float((x.astype(jnp.bfloat16) == y).mean()), merged, base)
     assert min(same["layers"][t] for t in lora.TARGETS) > 0.95
     factors = decode_weights(weights, CFG, Placement(None, None, {}), "bfloat16")["layers"]
-    b = np.asarray(factors["q_proj" + qwen.LORA_B], np.float32)
+    b = np.asarray(factors["q_proj" + qwen_params.LORA_B], np.float32)
     np.testing.assert_allclose(b, LORA.scale * 1e-6, rtol=1e-2)
 
 

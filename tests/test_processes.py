@@ -17,7 +17,7 @@ from test_train import job, rows
 
 from sage_jax import modes
 from sage_jax.core.checkpoint import Checkpoints
-from sage_jax.models import hf, qwen
+from sage_jax.models import hf, qwen_params
 from sage_jax.run import start
 from sage_jax.runtime import ASSETS
 
@@ -103,7 +103,7 @@ def test_an_update_and_its_samples_are_those_of_one_device(pair, alone, kind, si
 def test_rows_on_few_slots_get_the_tokens_of_one_process(pair):
     params = jax.tree.map(
         lambda x: x * 4 if x.ndim > 1 else x,
-        qwen.init(test_engine.CFG, jax.random.key(0)),
+        qwen_params.init(test_engine.CFG, jax.random.key(0)),
     )
     done = test_engine.engine(params).generate(test_engine.rows(12))
     want = {name: completion.tokens.tolist() for name, completion in done.items()}

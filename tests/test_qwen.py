@@ -9,7 +9,7 @@ from flax.traverse_util import unflatten_dict
 from greedy import pad
 
 from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh
-from sage_jax.models import qwen
+from sage_jax.models import qwen, qwen_params
 from sage_jax.models.qwen import QwenConfig
 
 QWEN3 = QwenConfig(
@@ -53,7 +53,7 @@ def random_params(cfg):
     rng = np.random.default_rng(0)
     flat = {
         name: jnp.asarray(("norm" in name) + 0.2 * rng.standard_normal(p.shape), jnp.float32)
-        for name, p in qwen.param_table(cfg).items()
+        for name, p in qwen_params.param_table(cfg).items()
     }
     return unflatten_dict(flat, sep=".")
 
@@ -133,7 +133,7 @@ def test_all_problems_of_a_config_are_reported_at_once():
 
 
 def test_every_parameter_has_its_own_name_and_an_axis_for_each_dimension(cfg):
-    table = qwen.param_table(cfg)
+    table = qwen_params.param_table(cfg)
     assert len({p.hf_name for p in table.values()}) == len(table)
     for name, p in table.items():
         assert len(p.axes) == len(p.shape), name
@@ -142,12 +142,12 @@ def test_every_parameter_has_its_own_name_and_an_axis_for_each_dimension(cfg):
 
 
 def test_transform_stores_output_rows_first_and_inverts(cfg):
-    for name, p in qwen.param_table(cfg).items():
+    for name, p in qwen_params.param_table(cfg).items():
         tensor = np.arange(np.prod(p.hf_shape)).reshape(p.hf_shape)
         ours = p.from_hf(tensor)
         assert ours.shape == (p.shape[1:] if name.startswith("layers.") else p.shape), name
         np.testing.assert_array_equal(p.to_hf(ours), tensor, err_msg=name)
-    p = qwen.param_table(cfg)["layers.q_proj"]
+    p = qwen_params.param_table(cfg)["layers.q_proj"]
     tensor = np.arange(np.prod(p.hf_shape)).reshape(p.hf_shape)
     # Output row 7 is head 1, dimension 1 (head_dim 6); column 3 is input 3.
     assert p.from_hf(tensor)[3, 1, 1] == tensor[7, 3]
@@ -327,7 +327,7 @@ def abstract(cfg, slots, length, layout=None):
         sharding = layout and layout.sharding(axes, sizes)
         return jax.ShapeDtypeStruct(sizes, dtype, sharding=sharding)
 
-    flat = {name: shape(p.axes, p.shape) for name, p in qwen.param_table(cfg).items()}
+    flat = {name: shape(p.axes, p.shape) for name, p in qwen_params.param_table(cfg).items()}
     sizes = (cfg.num_layers, slots, length, cfg.num_kv_heads, cfg.head_dim)
     row = shape(("batch",), (slots,), jnp.int32)
     cache = {name: shape(qwen.CACHE_AXES, sizes) for name in ("k", "v")}
@@ -361,7 +361,8 @@ def test_logits_and_gradients_are_the_same_on_any_mesh(sizes):
 
 
 def place(params, cfg, layout):
-    shardings = {k: layout.sharding(p.axes, p.shape) for k, p in qwen.param_table(cfg).items()}
+    table = qwen_params.param_table(cfg)
+    shardings = {name: layout.sharding(p.axes, p.shape) for name, p in table.items()}
     return jax.device_put(params, unflatten_dict(shardings, sep="."))
 
 
@@ -393,9 +394,9 @@ def test_decoding_on_a_mesh_moves_no_cache_between_devices():
 
 @pytest.mark.multidevice
 def test_initial_params_do_not_depend_on_the_mesh():
-    alone = qwen.init(BOTH, jax.random.key(3))
+    alone = qwen_params.init(BOTH, jax.random.key(3))
     layout = Layout(make_mesh(2, 2, 2), UPDATE_RULES)
-    on_mesh = qwen.init(BOTH, jax.random.key(3), layout=layout)
+    on_mesh = qwen_params.init(BOTH, jax.random.key(3), layout=layout)
     jax.tree.map(np.testing.assert_array_equal, on_mesh, alone)
     shapes = {s.data.shape for s in on_mesh["layers"]["q_proj"].addressable_shards}
     assert shapes == {(2, 16, 4, 6)}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from sage_jax.core.logprob import entropy, log_prob
 from sage_jax.core.mesh import UPDATE_RULES, Layout, make_mesh
 from sage_jax.learn.score import token_logps
-from sage_jax.models import qwen
+from sage_jax.models import qwen, qwen_params
 
 V = 24
 CFG = qwen.QwenConfig(
@@ -30,7 +30,7 @@ CFG = qwen.QwenConfig(
 
 def sharp_params(layout=None):
     """Random params with logits far from uniform, so that an error shows."""
-    params = qwen.init(CFG, jax.random.key(0), layout=layout)
+    params = qwen_params.init(CFG, jax.random.key(0), layout=layout)
     return {**params, "embed": params["embed"] * 40}
 
 
@@ -164,7 +164,7 @@ def test_vocabulary_sharded_over_the_mesh_gives_the_same_values_and_gradients(si
     layout = Layout(make_mesh(*sizes), UPDATE_RULES)
     tokens_bt, temperature_b = batch(8, 6), jnp.linspace(0.5, 1.5, 8)
 
-    table = qwen.param_table(CFG)
+    table = qwen_params.param_table(CFG)
     placed = jax.tree_util.tree_map_with_path(
         lambda path, x: jax.device_put(
             x, layout.sharding(table[".".join(key.key for key in path)].axes, x.shape)

@@ -8,7 +8,7 @@ import pytest
 from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.learn.pack import TrainRow, pack
 from sage_jax.learn.update import Update, init_state
-from sage_jax.models import qwen
+from sage_jax.models import qwen, qwen_params
 from sage_jax.models.qwen import QwenConfig
 from sage_jax.models.stack import apart
 
@@ -24,7 +24,7 @@ CFG = QwenConfig(
     attention_bias=True,
     tie_embeddings=True,
 )
-PARAMS = qwen.init(CFG, jax.random.key(0))
+PARAMS = qwen_params.init(CFG, jax.random.key(0))
 TOKENS = jax.random.randint(jax.random.key(1), (2, 7), 0, CFG.vocab_size)
 
 
@@ -57,7 +57,7 @@ def test_no_second_gradient_of_the_layers_exists_beside_the_running_one():
     cfg = replace(CFG, num_layers=16, hidden_size=64, intermediate_size=256)
     settings = UpdateSettings(remat="full", chunk=8)
     tx = make_optimizer(settings, 10)
-    state = init_state(qwen.init(cfg, jax.random.key(0)), tx)
+    state = init_state(qwen_params.init(cfg, jax.random.key(0)), tx)
     update = Update(cfg, settings, ("solver",), tx, state)
     packed = pack([TrainRow("a", "solver", [1], [2] * 7, [-1.0] * 7, 1.0)], ("solver",), [8], 1)
     args = update.zeros(state), packed.micros[0], packed.role_tokens
@@ -70,7 +70,7 @@ def test_no_second_gradient_of_the_layers_exists_beside_the_running_one():
 @pytest.mark.parametrize("tied", [True, False])
 def test_layers_apart_give_the_same_numbers(tied):
     cfg = replace(CFG, tie_embeddings=tied)
-    params = qwen.init(cfg, jax.random.key(0))
+    params = qwen_params.init(cfg, jax.random.key(0))
     split = apart(params)
     tokens_bp, lengths_b = jnp.arange(12).reshape(2, 6), jnp.array([6, 4])
     both = []

@@ -11,7 +11,7 @@ from sage_jax.learn.objective import completion_mask
 from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.learn.pack import TrainRow, pack
 from sage_jax.learn.update import Update, host_metrics, init_state
-from sage_jax.models import qwen
+from sage_jax.models import qwen, qwen_params
 
 ROLES = ("challenger", "planner", "solver", "critic")
 V = 24
@@ -53,7 +53,7 @@ def make_rows(count=16, seed=0, longest=10):
 
 
 def make_params(layout=None):
-    params = qwen.init(CFG, jax.random.key(0), layout=layout)
+    params = qwen_params.init(CFG, jax.random.key(0), layout=layout)
     return {**params, "embed": params["embed"] * 40}
 
 
@@ -308,7 +308,7 @@ def shapes_of_the_gradient(vocab, layout=None):
     cfg = replace(CFG, vocab_size=vocab)
     settings = UpdateSettings(chunk=16, entropy_coef=0.1)
     tx = make_optimizer(settings, 10)
-    state = init_state(qwen.init(cfg, jax.random.key(0), layout=layout), tx)
+    state = init_state(qwen_params.init(cfg, jax.random.key(0), layout=layout), tx)
     update = Update(cfg, settings, ROLES, tx, state, layout)
     row = TrainRow("a", "solver", [1] * 10, [2] * 22, [-1.0] * 22, 1.0)
     packed = pack([row], ROLES, [32], 4)

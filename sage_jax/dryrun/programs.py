@@ -19,8 +19,8 @@ from sage_jax.core.mesh import Layout
 from sage_jax.learn.optimizer import make_optimizer
 from sage_jax.learn.pack import MicroBatch
 from sage_jax.learn.update import Accumulator, TrainState, Update
-from sage_jax.models import attention, costs, lora, qwen
-from sage_jax.models.qwen import Param
+from sage_jax.models import attention, costs, lora, qwen, qwen_params
+from sage_jax.models.qwen_params import Param
 from sage_jax.models.stack import apart
 from sage_jax.rollout import decode
 from sage_jax.rollout.engine import KEPT_CALLS, bucket_of
@@ -97,7 +97,7 @@ class StepPrograms:
     @cached_property
     def state(self) -> TrainState:
         """What is trained, its optimizer state, and the frozen base or KL reference."""
-        table, adapter = qwen.param_table(self.cfg), lora.adapter_table(self.cfg, self.rank)
+        table, adapter = qwen_params.param_table(self.cfg), lora.adapter_table(self.cfg, self.rank)
         update = self.place.update
         trained = self._arrays(adapter if self.rank else table, jnp.float32, update)
         like = jax.eval_shape(self.tx.init, trained)
@@ -116,7 +116,7 @@ class StepPrograms:
     @cached_property
     def weights(self) -> Tree:
         """The sampler's copy of the weights, adapter beside base."""
-        table = qwen.param_table(self.cfg) | lora.adapter_table(self.cfg, self.rank)
+        table = qwen_params.param_table(self.cfg) | lora.adapter_table(self.cfg, self.rank)
         weights = self._arrays(table, self.dtype, self.place.decode)
         return jax.eval_shape(apart, weights) if self.place.apart else weights
 
@@ -230,7 +230,7 @@ class StepPrograms:
         """Trained weights to the sampler's type and layout, once a step."""
         source = dict(flatten_dict(self.state.params, sep="."))
         names = tuple(source)
-        table = qwen.param_table(self.cfg) | lora.adapter_table(self.cfg, self.rank)
+        table = qwen_params.param_table(self.cfg) | lora.adapter_table(self.cfg, self.rank)
         axes = tuple((name, table[name].axes) for name in names)
         static = {"axes": axes, "dtype": self.config.model.dtype, "layout": self.place.decode}
         # The sampler lets go of its former copy once it is given the new one.

@@ -6,7 +6,7 @@ A product of [m, k] and [k, n] costs 2 m k n FLOPs; norms, softmax and the like 
 import math
 from dataclasses import dataclass
 
-from sage_jax.models import lora, qwen
+from sage_jax.models import lora, qwen_params
 from sage_jax.models.qwen_config import QwenConfig
 
 
@@ -22,7 +22,7 @@ class Weights:
     @classmethod
     def of(cls, cfg: QwenConfig, rank: int = 0) -> "Weights":
         """`layers`, `adapter` and `head` count matrices, `total` all but the adapter."""
-        sizes = {name: math.prod(p.shape) for name, p in qwen.param_table(cfg).items()}
+        sizes = {name: math.prod(p.shape) for name, p in qwen_params.param_table(cfg).items()}
         factors = lora.adapter_table(cfg, rank).values()
         return cls(
             layers=sum(n for name, n in sizes.items() if name.endswith("_proj")),

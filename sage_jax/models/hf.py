@@ -21,8 +21,8 @@ from sage_jax.core import hosts
 from sage_jax.core.mesh import Layout, whole
 from sage_jax.core.model_files import REMEDY, read_object
 from sage_jax.core.tokens import resolve
-from sage_jax.models.qwen import Param, Params, param_table
 from sage_jax.models.qwen_config import QwenConfig
+from sage_jax.models.qwen_params import Param, Params, param_table
 
 INDEX = "model.safetensors.index.json"
 PRINTED_PROBLEMS = 30

@@ -16,8 +16,8 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from sage_jax.core.mesh import Layout
-from sage_jax.models.qwen import LORA_A, LORA_B, Param, Params, param_table
 from sage_jax.models.qwen_config import QwenConfig
+from sage_jax.models.qwen_params import LORA_A, LORA_B, Param, Params, param_table
 
 TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PEFT_PREFIX = "base_model.model."

@@ -15,8 +15,8 @@ from sage_jax.core.mesh import Layout, put, whole
 from sage_jax.core.model_files import REMEDY, read_object
 from sage_jax.models import hf
 from sage_jax.models.lora import TARGETS, LoraSettings, adapter_table
-from sage_jax.models.qwen import Params
 from sage_jax.models.qwen_config import QwenConfig
+from sage_jax.models.qwen_params import Params
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 FINGERPRINT = "base_fingerprint"
