@@ -142,5 +142,6 @@ def test_the_front_door_ends_with_2_when_the_others_do_not_come(monkeypatch, cap
     monkeypatch.setattr(front, "parse", lambda argv: None)
     monkeypatch.setattr(front.schema, "validate", lambda config: config)
     monkeypatch.setattr(front, "CONFIG", type("Holder", (), {"value": None}))
+    monkeypatch.setattr(front, "MODE", type("Holder", (), {"value": "train"}))
     assert front.main(["sage_jax"]) == 2
     assert "4 processes" in capsys.readouterr().err
