@@ -22,6 +22,9 @@ class Waves:
     def start(self, params) -> None:
         self.engine.start(params)
 
+    def release(self) -> None:
+        self.engine.release()
+
     @property
     def busy(self) -> bool:
         return bool(self.engine.busy or self.wave or self.next)

@@ -59,6 +59,9 @@ def table(run: Run, workdir: Path) -> str:
         else ""
     )
     memory = estimated_memory(run)
+    # The sampler's part is given back before the update takes its own.
+    rolling = memory["rollout copy"] + memory["cache"]
+    peak = sum(memory.values()) - min(memory["gradient"], rolling)
     budget = sum(rows[role] * c.rollout.max_new[role] for role in ROLES)
     mesh = " x ".join(f"{axis} {size}" for axis, size in run.place.shape.items())
     schedule = make_schedule(run.update.settings, max(c.train.steps, 1))
@@ -68,7 +71,7 @@ def table(run: Run, workdir: Path) -> str:
         "model": f"{c.model.path}: {run.model.cfg.model_type}, {params / 1e6:.2f} M parameters"
         + adapter,
         "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}, mesh {mesh}",
-        "memory": f"about {sum(memory.values()):.2f} GiB ("
+        "memory": f"about {peak:.2f} GiB ("
         + ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
         + ") and activations",
         "rows a step": ", ".join(f"{role} {rows[role]}" for role in ROLES)

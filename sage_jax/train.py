@@ -78,6 +78,7 @@ def rollout(run: Run, step: int) -> list[Episode]:
         episodes = run.method.episodes(run.pool, step)
         player = Player(run.config, run.model.tokens, step, run.config.rollout.temperature)
         clock = play(run.engine, run.verifier, episodes, player, stage=run.notice, stop=run.stop)
+        run.engine.release()  # the update wants its memory
     run.seconds["verify"] = clock.verify
     run.seconds["rollout"] -= clock.verify
     return episodes
@@ -153,4 +154,6 @@ def validate(run: Run, **hooks: Callable) -> dict[str, float | None]:
     the step it belongs to is only whole with them."""
     run.load_engine()
     evaluator = Evaluator(run.config, run.engine, run.verifier, run.model.tokens, run.method)
-    return evaluator.figures(run.valid_items, run.pool, stage=run.notice, **hooks)
+    figures = evaluator.figures(run.valid_items, run.pool, stage=run.notice, **hooks)
+    run.engine.release()
+    return figures

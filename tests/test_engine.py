@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.util
+import weakref
 from pathlib import Path
 
 import jax
@@ -261,6 +262,26 @@ def test_new_parameters_never_meet_prefixes_of_the_old(params):
     other = jax.tree.map(lambda x: -x if x.ndim > 1 else x, params)
     made.start(other)
     got, want = made.generate(rows(8)), engine(other, slots=2, prefill_rows=4).generate(rows(8))
+    for name in want:
+        np.testing.assert_array_equal(got[name].tokens, want[name].tokens)
+
+
+def test_released_memory_is_free_and_a_new_start_gives_the_same_tokens(params):
+    made = engine(params)
+    want = made.generate(rows(6))
+    held = jax.tree.leaves(made._slots)
+    made.submit(rows(1))
+    with pytest.raises(RuntimeError, match="rows are still running"):
+        made.release()
+    made.generate([])
+    made.release()
+    cache = [weakref.ref(x) for x in held]
+    del held
+    assert not any(ref() for ref in cache)
+    with pytest.raises(RuntimeError, match="start"):
+        made.step()
+    made.start(params)
+    got = made.generate(rows(6))
     for name in want:
         np.testing.assert_array_equal(got[name].tokens, want[name].tokens)
 

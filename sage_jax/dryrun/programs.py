@@ -233,12 +233,11 @@ class StepPrograms:
         table = qwen_params.param_table(self.cfg) | lora.adapter_table(self.cfg, self.rank)
         axes = tuple((name, table[name].axes) for name in names)
         static = {"axes": axes, "dtype": self.config.model.dtype, "layout": self.place.decode}
-        # The sampler lets go of its former copy once it is given the new one.
         return Abstract(
             "cast",
             lambda: cast_weights.trace(source, **static),
             source,
-            (self.state._replace(params=None), self.weights, self.slots()),
+            (self.state._replace(params=None), self._kept_base),
         )
 
     def prefill(self) -> Abstract:
@@ -299,8 +298,13 @@ class StepPrograms:
         return (blocks + 1) / (2 * blocks)
 
     @property
-    def _beside_update(self) -> Tree:
-        return (self.weights, self.slots())
+    def _kept_base(self) -> Tree:
+        """What the sampler keeps outside of rollouts: the base under an adapter, made once."""
+        if not self.rank:
+            return ()
+        table = qwen_params.param_table(self.cfg)
+        base = self._arrays(table, self.dtype, self.place.decode)
+        return jax.eval_shape(apart, base) if self.place.apart else base
 
     def score(self) -> Abstract:
         longest = self.config.optim.buckets[-1]
@@ -309,7 +313,7 @@ class StepPrograms:
             "score",
             lambda: self.update.score.trace(*arguments),
             arguments,
-            self._beside_update,
+            self._kept_base,
             self._causal_share(longest),
         )
 
@@ -321,7 +325,7 @@ class StepPrograms:
             "update",
             lambda: self.update.accumulate.trace(*arguments),
             arguments,
-            self._beside_update,
+            self._kept_base,
             self._causal_share(longest),
         )
 
@@ -331,5 +335,5 @@ class StepPrograms:
             "apply",
             lambda: self.update.finish.trace(*arguments),
             arguments,
-            (self.state.frozen, *self._beside_update),
+            (self.state.frozen, self._kept_base),
         )

@@ -40,6 +40,7 @@ class Slots(NamedTuple):
     logps_sc: jax.Array
 
 
+@partial(jax.jit, static_argnums=range(6))
 def empty_slots(
     cfg: qwen.QwenConfig, slots: int, length: int, max_new: int, dtype, layout: Layout | None
 ) -> Slots:

@@ -6,6 +6,8 @@ that a resumed or repeated run takes the same ones, and so does every process of
 """
 
 from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -70,8 +72,11 @@ class Engine:
         self._count_s = np.zeros(slots, np.int64)  # tokens sampled
         self._queue = Queue()
         self._prefilled = PrefixCache(KEPT_CALLS)
-        self._params = None
-        self._slots = programs.empty_slots(cfg, slots, self.buckets[-1], max_new, dtype, layout)
+        self._params: Any = None
+        self._slots: Any = None  # made by `start`
+        self._empty = partial(
+            programs.empty_slots, cfg, slots, self.buckets[-1], max_new, dtype, layout
+        )
         self.shapes: set[tuple] = set()
         self.transfers = 0
         self.live_steps = self.slot_steps = 0
@@ -82,6 +87,15 @@ class Engine:
             raise RuntimeError("Engine.start: rows are still running on the former parameters")
         self._prefilled.clear()
         self._params = params
+        if self._slots is None:
+            self._slots = self._empty()
+
+    def release(self) -> None:
+        """Give back the memory of slots and parameters, for something else, until `start`."""
+        if self.busy:
+            raise RuntimeError("Engine.release: rows are still running")
+        self._prefilled.clear()
+        self._params = self._slots = None
 
     @property
     def busy(self) -> bool:
