@@ -3,9 +3,9 @@
     python benchmarks/gpu_check.py [--shapes=real|tiny] [--layers=4] [--budget=240]
 
 For each shape: log-probs against the CPU's, the sampler's log-probs against the learner's, decode
-tokens a second, seconds an update, peak memory. Prints a table; exit 1 when a check fails. Needs
-jax, flax, optax and numpy only, and no network. What the budget (seconds) has no room for is left
-out and named. The accelerator is whatever JAX has; on the CPU use --shapes=tiny.
+tokens a second, attention over a long row, seconds an update, peak memory. Prints a table; exit 1
+when a check fails. Needs jax, flax, optax and numpy only, and no network. What the budget (seconds)
+has no room for is left out and named. The accelerator is whatever JAX has; on the CPU use --shapes=tiny.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.learn.pack import TrainRow, pack
 from sage_jax.learn.score import token_logps
 from sage_jax.learn.update import Update, host_metrics, init_state
-from sage_jax.models import qwen_params
+from sage_jax.models import attention, qwen_params
 from sage_jax.models.qwen_config import QwenConfig
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.row import Row
@@ -71,10 +71,13 @@ class Work:
     update_rows: int
     micro_rows: int
     update_tokens: int
+    long: int  # of a row in the check of attention
 
 
-REAL = Work(slots=64, prompt=64, new=192, update_rows=32, micro_rows=8, update_tokens=512)
-TINY = Work(slots=4, prompt=8, new=8, update_rows=4, micro_rows=2, update_tokens=16)
+REAL = Work(
+    slots=64, prompt=64, new=192, update_rows=32, micro_rows=8, update_tokens=512, long=4096
+)
+TINY = Work(slots=4, prompt=8, new=8, update_rows=4, micro_rows=2, update_tokens=16, long=300)
 
 
 def shapes(name: str, layers: int) -> dict[str, QwenConfig]:
@@ -149,12 +152,46 @@ def decoding(cfg: QwenConfig, work: Work) -> list[tuple]:
     few = list(done.values())[:4]
     tokens_bt = np.array([[*c.row.prompt, *c.tokens] for c in few], np.int32)
     score = jax.jit(lambda p, x, t: token_logps(p, cfg, x, t, dtype=jnp.bfloat16, entropy=False)[0])
-    logp_bt = np.asarray(score(params, tokens_bt, np.ones(len(few), np.float32)))
+    logp_bt = np.asarray(score(params, tokens_bt, np.ones((len(few), 1), np.float32)))
     sampled = np.stack([c.logps for c in few])
     gap = float(np.abs(logp_bt[:, work.prompt :] - sampled).mean())
     return [
         ("decode", f"{count / seconds:.0f} tokens/s", count > 0, f"{work.slots} rows"),
         ("sampler - learner, bf16, mean", f"{gap:.1e} nats", gap <= BF16, f"at most {BF16:g}"),
+    ]
+
+
+def attending(cfg: QwenConfig, work: Work) -> list[tuple]:
+    """The attention program that long rows get here against the plain one, gradients included."""
+    keys = jax.random.split(jax.random.key(3), 3)
+    heads = (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)
+    qkv = [
+        jax.random.normal(key, (1, work.long, n, cfg.head_dim), jnp.bfloat16)
+        for key, n in zip(keys, heads, strict=True)
+    ]
+    kind = attention.choose("auto", work.long, packed=False, layout=None)
+
+    def gradients(kind: str):
+        def loss(*qkv):
+            return jnp.sum(jnp.square(attention.attend(*qkv, kind=kind).astype(jnp.float32)))
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1, 2)))
+
+    found = {}
+    for name in (kind, "xla"):
+        program = gradients(name)
+        jax.block_until_ready(program(*qkv))
+        started = time.monotonic()
+        found[name] = jax.block_until_ready(program(*qkv))
+        found[name] = (time.monotonic() - started, *jax.tree.leaves(found[name]))
+    (seconds, *these), (plain, *those) = found[kind], found["xla"]
+    gaps = [
+        float(jnp.abs(a.astype(jnp.float32) - b).max() / jnp.abs(b).max())
+        for a, b in zip(these, those, strict=True)
+    ]
+    times = f"{1e3 * seconds:.1f} ms, {plain / seconds:.1f} times as fast as xla"
+    return [
+        (f"attention {kind} - xla", f"{max(gaps):.1e}", max(gaps) <= BF16, f"relative, {times}")
     ]
 
 
@@ -199,7 +236,7 @@ def run(models: dict[str, QwenConfig], work: Work, budget: float, show: Callable
     """All checks of all models, each line shown as it comes; False when one failed."""
     started, fine = time.monotonic(), True
     for name, cfg in models.items():
-        for check in (parity, decoding, updating):
+        for check in (parity, decoding, attending, updating):
             if time.monotonic() - started > budget:
                 show(name, check.__name__, "left out", True, f"past --budget={budget:g} s")
                 continue

@@ -189,11 +189,26 @@ def test_local_processes_end_together_when_one_fails(tmp_path):
     assert "broken" in text
 
 
-def test_gpu_check_knows_the_models_it_names():
+@pytest.fixture(scope="module")
+def gpu_check():
     spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "benchmarks" / "gpu_check.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def test_every_check_of_gpu_check_runs_and_holds_here(gpu_check):
+    shown = []
+    one = dict(list(gpu_check.shapes("tiny", 1).items())[:1])
+    assert gpu_check.run(one, gpu_check.TINY, 600, lambda *line: shown.append(line))
+    done = [line[1] for line in shown]
+    for what in ("fp32 log-probs", "decode", "sampler - learner", "attention blocked", "update"):
+        assert any(name.startswith(what) for name in done)
+
+
+def test_gpu_check_knows_the_models_it_names(gpu_check, monkeypatch):
+    module = gpu_check
     real, tiny = module.shapes("real", 3), module.shapes("tiny", 1)
     assert [cfg.hidden_size for cfg in real.values()] == [896, 2560]
     assert {cfg.num_layers for cfg in real.values()} == {3}
@@ -204,10 +219,10 @@ def test_gpu_check_knows_the_models_it_names():
         return [("sum", "1", False, "")]
 
     failing.__name__ = "parity"
-    for name in ("parity", "decoding", "updating"):
-        setattr(module, name, failing)
+    for name in ("parity", "decoding", "attending", "updating"):
+        monkeypatch.setattr(module, name, failing)
     assert not module.run(tiny, module.TINY, 60, lambda *line: shown.append(line))
     assert not any(line[3] for line in shown if line[1] == "sum")
     shown.clear()
     assert module.run(tiny, module.TINY, -1, lambda *line: shown.append(line))
-    assert sum(line[2] == "left out" for line in shown) == 6
+    assert sum(line[2] == "left out" for line in shown) == 8
