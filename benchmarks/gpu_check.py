@@ -5,7 +5,8 @@
 For each shape: log-probs against the CPU's, the sampler's log-probs against the learner's, decode
 tokens a second, attention over a long row, seconds an update, peak memory. Prints a table; exit 1
 when a check fails. Needs jax, flax, optax and numpy only, and no network. What the budget (seconds)
-has no room for is left out and named. The accelerator is whatever JAX has; on the CPU use --shapes=tiny.
+has no room for is left out and named. The accelerator is whatever JAX has; on the CPU use
+--shapes=tiny.
 """
 
 import argparse
