@@ -204,13 +204,16 @@ def generate(
     with _output(target) as file:
         if not rows:
             return problems
+        # Slots that no row takes would be decoded all the same.
+        shares = 1 if place.decode is None else place.decode.parts("batch")
+        enough = shares * -(-len(rows) // shares)
         engine = Engine(
             model.cfg,
-            slots=config.rollout.slots,
+            slots=min(config.rollout.slots, enough),
             buckets=_buckets(max(len(r.prompt) + r.max_new for r in rows)),
             max_new=max(r.max_new for r in rows),
             chunk=config.rollout.chunk,
-            prefill_rows=config.rollout.prefill_rows,
+            prefill_rows=min(config.rollout.prefill_rows, enough),
             dtype=jnp.dtype(config.model.dtype),
             layout=place.decode,
         )

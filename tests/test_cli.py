@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from sage_jax import modes
+from sage_jax import offline as offline_module
 from sage_jax.config import ConfigError, base, validate
 from sage_jax.core.tokens import Tokens
 from sage_jax.main import MODES, main
@@ -101,6 +102,20 @@ def test_bad_sources_are_all_named_before_a_model_is_loaded(tmp_path):
     assert result.returncode == 2 and "Traceback" not in result.stderr
     for part in ("bad.jsonl:1", "bad.jsonl:2", "absent.jsonl", "answer"):
         assert part in result.stderr, result.stderr
+
+
+def test_generate_makes_no_more_slots_than_there_are_rows(tiny_folder, tmp_path, monkeypatch):
+    made = []
+    real = offline_module.Engine
+
+    def engine(cfg, **settings):
+        made.append((settings["slots"], settings["prefill_rows"]))
+        return real(cfg, **settings)
+
+    monkeypatch.setattr(offline_module, "Engine", engine)
+    row = {"id": "a", "prompt": "ana has 7", "n": 3, "max_new_tokens": 4}
+    assert offline("generate", tiny_folder, tmp_path, [row])[0] == 0
+    assert made == [(3, 3)]
 
 
 def test_generate_returns_every_sample_in_input_order(tiny_folder, tmp_path):
