@@ -107,9 +107,9 @@ def _update_lines(result: dict[str, Any]) -> list[str]:
         )
     if check:
         lines.append(
-            f"FLOPs of one layer, where no loop hides any: {check['formula']:.3e} by formula, logits "
-            f"twice as they are asked for, {check['compiler']:.3e} counted by the compiler, which "
-            f"may join the two ({check['ratio']:.3f})"
+            f"FLOPs of one layer, where no loop hides any: {check['formula']:.3e} by formula, "
+            f"logits twice as they are asked for, {check['compiler']:.3e} counted by the compiler, "
+            f"which may join the two ({check['ratio']:.3f})"
         )
     return lines
 
