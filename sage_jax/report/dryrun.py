@@ -108,8 +108,7 @@ def _update_lines(result: dict[str, Any]) -> list[str]:
     if check:
         lines.append(
             f"FLOPs of one layer, where no loop hides any: {check['formula']:.3e} by formula, "
-            f"logits twice as they are asked for, {check['compiler']:.3e} counted by the compiler, "
-            f"which may join the two ({check['ratio']:.3f})"
+            f"{check['compiler']:.3e} counted by the compiler ({check['ratio']:.3f})"
         )
     return lines
 
