@@ -2,7 +2,7 @@
 
     python -m sage_jax.main --config=configs/qwen4b.py
 
-Hardware: a v5e:4x4 slice, by dry run (docs/hardware.md; all weights: rollout.slots=16),
+Hardware: a v5e:4x4 slice, LoRA or all weights, by dry run (docs/hardware.md),
 or one node of 8 x 80 GB GPUs; parameters, gradients and optimizer state are split over all.
 LoRA of rank 128 as in the paper; --config.lora.rank=0 trains all weights.
 Expected: the paper reports its best validation accuracy near step 100-140. Neither time nor result

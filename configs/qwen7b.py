@@ -2,7 +2,7 @@
 
     python -m sage_jax.main --config=configs/qwen7b.py
 
-Hardware: a v5e:4x4 slice (LoRA), v5p:2x2x2 (all weights) (not dry-run yet: --mode=dryrun tells),
+Hardware: a v5e:4x4 slice (LoRA), v5p:2x2x2 (all weights); both fit by dry run (docs/hardware.md),
 or one node of 8 x 80 GB GPUs; parameters, gradients and optimizer state are split over all.
 LoRA of rank 128 as in the paper; --config.lora.rank=0 trains all weights.
 Expected: the paper reports its best validation accuracy near step 100-140. Neither time nor result
