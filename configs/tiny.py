@@ -2,7 +2,7 @@
 
     python -m sage_jax.main --config=configs/tiny.py
 
-Hardware: 2 CPU cores, 1 GiB. Time and result: see the table in README.
+Hardware: 2 CPU cores, 1.5 GiB. Time and result: see the table in README.
 """
 
 from sage_jax.config import base

@@ -222,3 +222,14 @@ def test_every_source_on_the_page_about_seeds_is_read_as_it_says():
     assert examples["problems/mine.jsonl#valid"].split == "valid"
     asset = next(spec for spec in examples.values() if spec.kind == "asset")
     assert len(load([asset.text])) == 500
+
+
+def test_a_package_that_a_data_set_needs_is_named(tmp_path, monkeypatch):
+    tfds = pytest.importorskip("tensorflow_datasets")
+
+    def unprepared(name, **_):
+        raise ImportError("absent", name="needed")
+
+    monkeypatch.setattr(tfds, "data_source", unprepared)
+    (found,) = problems(f"tfds:gsm8k/train?domain=math&data_dir={tmp_path}")
+    assert "it needs the package 'needed': pip install needed" in found

@@ -64,9 +64,9 @@ class Metric:
 
 _TABLE = {
     "step": Metric("count", "updates done; row 0 is validation before training"),
-    "reward/<role>": Metric("0..1", "mean reward of the role's unmasked rows, as the loss uses it"),
-    "reward/<role/split>": Metric("0..1", "the same, over rows of one domain or kind"),
-    "reward_part/<part>": Metric("0..1", "mean of one part of the reward before its weight"),
+    "reward/<role>": Metric("-1/3..1", "mean reward of the role's unmasked rows, as in the loss"),
+    "reward/<role/split>": Metric("-1/3..1", "the same, over rows of one domain or kind"),
+    "reward_part/<part>": Metric("-1..1", "mean of one part of the reward before its weight"),
     "solve_rate": Metric("0..1", "correct over judged Solver rows", "0.2 to 0.8"),
     "solve_rate/<split>": Metric("0..1", "the same, over rows of one domain or kind"),
     "difficulty": Metric(
@@ -159,7 +159,7 @@ _TABLE = {
         "share whose key is the true one",
         "near 1",
     ),
-    "memory/rss_gib": Metric("GiB", "resident memory of this process", "flat after warm-up"),
+    "memory/rss_gib": Metric("GiB", "peak resident memory of this process", "flat after warm-up"),
     "compiles": Metric("count", "programs compiled so far", "flat after warm-up"),
     "time/<stage>": Metric("s", "wall time of one stage of the step; total covers all"),
     "rates/tokens_per_s": Metric("tokens/s", "tokens generated over rollout time"),

@@ -11,8 +11,10 @@ are given literally. Where columns are mapped, an answer is what follows its las
 in its last \\boxed{}, or all of it.
 """
 
+import contextlib
 import importlib
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -157,11 +159,18 @@ def _no_constant(name: str) -> None:
 def _read_tfds(spec: _Spec, problems: list[str]) -> _Rows:
     import tensorflow_datasets as tfds
 
+    name = re.split("[/:]", spec.location)[0]
+    # Without TensorFlow a packaged data set is known only once its own module is imported.
+    for module in Path(tfds.__file__).parent.glob(f"*/{name}/__init__.py"):
+        with contextlib.suppress(ImportError):
+            importlib.import_module(f"{tfds.__name__}.{module.parent.parent.name}.{name}")
     try:
         source: Any = tfds.data_source(
             spec.location, split=spec.split, data_dir=spec.columns.get("data_dir")
         )
-    except ValueError as error:  # unknown data set or split
+    except ImportError as error:
+        raise _Unusable(f"it needs the package {error.name!r}: pip install {error.name}") from error
+    except (ValueError, OSError) as error:  # unknown data set or split, nothing prepared there
         reason = str(error).strip().splitlines()[0]
         raise _Unusable(f"{reason.rstrip('.')}; name it as tfds:NAME/SPLIT") from error
     for index in range(len(source)):

@@ -24,7 +24,8 @@ def check_payload(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
         if name == "question" and value is None:
             continue
         if not isinstance(value, str):
-            raise ValueError(f"{name} must be text, got {type(value).__name__}")
+            got = "nothing" if value is None else type(value).__name__
+            raise ValueError(f"field {name!r} must be text, got {got}")
         checked[name] = value[-MAX_TEXT:]
     tolerance = payload.get("tolerance")
     if tolerance is not None:
