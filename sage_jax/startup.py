@@ -1,6 +1,7 @@
 """The start-up table: what will run, on what, and about how much memory it takes."""
 
 import importlib.metadata
+import math
 import platform
 from pathlib import Path
 
@@ -58,6 +59,8 @@ def table(run: Run, workdir: Path) -> str:
         if c.lora.rank
         else ""
     )
+    idle = jax.device_count() - math.prod(run.place.shape.values())
+    unused = f"; {idle} devices are not used, see mesh.*" if idle else ""
     memory = estimated_memory(run)
     # The sampler's part is given back before the update takes its own.
     rolling = memory["rollout copy"] + memory["cache"]
@@ -70,7 +73,7 @@ def table(run: Run, workdir: Path) -> str:
         "run": f"{workdir}, step {run.step} of {c.train.steps}",
         "model": f"{c.model.path}: {run.model.cfg.model_type}, {params / 1e6:.2f} M parameters"
         + adapter,
-        "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}, mesh {mesh}",
+        "devices": f"{jax.device_count()} {jax.devices()[0].device_kind}, mesh {mesh}{unused}",
         "memory": f"about {peak:.2f} GiB ("
         + ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
         + ") and activations",

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import shlex
 import sys
 from pathlib import Path
@@ -55,6 +56,12 @@ def run(config: Any, topology: str, output: Path) -> int:
 
     try:
         step = build(config)
+        if (used := math.prod(step.place.shape.values())) < len(devices):
+            print(
+                f"WARNING: the mesh takes {used} of {len(devices)} devices, the product of "
+                "mesh.data, mesh.fsdp and mesh.tensor; -1 in one of them takes the rest",
+                file=sys.stderr,
+            )
         programs = step.programs()
         measured = {}
         for name, make in programs.items():

@@ -1,0 +1,33 @@
+"""A dry run says when the mesh does not take all devices."""
+
+import contextlib
+
+import pytest
+from test_dryrun import sizes_only, small  # noqa: F401
+
+from sage_jax import modes
+from sage_jax.dryrun import mode
+from sage_jax.dryrun.measure import Measured
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"), [((1, 1, 1), "the mesh takes 1 of 8 devices"), ((1, 4, 2), "")]
+)
+def test_devices_that_the_mesh_leaves_out_are_told(
+    sizes_only,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+    capsys,
+    sizes,
+    words,
+):
+    monkeypatch.setattr(mode, "measure", lambda program: Measured(program.name, 0.1, 0, 0, 0, 1))
+    monkeypatch.setattr(mode, "search_all", lambda *args: {})
+    fields = dict(zip(("mesh__data", "mesh__fsdp", "mesh__tensor"), sizes, strict=True))
+    config, output = small(sizes_only, **fields), tmp_path / "out.json"
+    with contextlib.suppress(KeyError):  # no verdict was searched for
+        modes.run_dryrun(
+            modes.Job(config, {}, tmp_path, tmp_path, output, topology="cpu:8"), lambda: False
+        )
+    said = capsys.readouterr().err
+    assert words in said and ("WARNING" in said) == bool(words)
