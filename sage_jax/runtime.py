@@ -68,7 +68,15 @@ def placement(config, devices: Sequence[Any] | None = None) -> Placement:
     m, count = config.mesh, jax.device_count() if devices is None else len(devices)
     shape = {"data": m.data, "fsdp": m.fsdp, "tensor": m.tensor}
     alone = all(size == 1 for size in shape.values()) and hosts.count() == 1
-    if alone or (count == 1 and all(size in (1, -1) for size in shape.values())):
+    alone |= count == 1 and all(size in (1, -1) for size in shape.values())
+    platform = jax.default_backend() if devices is None else devices[0].platform
+    if config.model.attention == "cudnn" and platform not in ("gpu", "cuda", "rocm"):
+        raise ConfigError(
+            f"model.attention=cudnn: needs a GPU, the devices here are of {platform}; use auto"
+        )
+    if alone and devices is not None and platform != jax.default_backend():
+        devices = devices[:1]  # only a mesh says that they are not those of this machine
+    elif alone:
         on_cpu = jax.default_backend() == "cpu"
         return Placement(None, None, dict.fromkeys(shape, 1), apart=on_cpu)
     try:
@@ -186,6 +194,16 @@ def make_prompts(config) -> PromptSet:
         raise ConfigError(f"method.prompts={config.method.prompts!r}: {error}") from error
 
 
+def check_positions(config, cfg: qwen.QwenConfig) -> None:
+    """ConfigError when prompts and responses can grow beyond the positions the model knows."""
+    longest = config.tokens.max_prompt + max(config.rollout.max_new[role] for role in ROLES)
+    if longest > cfg.max_position:
+        raise ConfigError(
+            f"tokens.max_prompt={config.tokens.max_prompt} + the largest rollout.max_new = "
+            f"{longest} tokens: the model has {cfg.max_position} positions; lower one of them"
+        )
+
+
 def make_engine(
     config, cfg: qwen.QwenConfig, place: Placement, notice: Callable[[str], None]
 ) -> Engine:
@@ -193,13 +211,8 @@ def make_engine(
 
     ConfigError when prompts and responses can grow beyond the positions the model knows.
     """
+    check_positions(config, cfg)
     r = config.rollout
-    longest = config.tokens.max_prompt + max(r.max_new[role] for role in ROLES)
-    if longest > cfg.max_position:
-        raise ConfigError(
-            f"tokens.max_prompt={config.tokens.max_prompt} + the largest rollout.max_new = "
-            f"{longest} tokens: the model has {cfg.max_position} positions; lower one of them"
-        )
     return Engine(
         cfg,
         slots=r.slots,

@@ -21,7 +21,7 @@ from sage_jax.methods.sage import Sage
 from sage_jax.models import costs, hf
 from sage_jax.models.qwen_config import QwenConfig
 from sage_jax.report import dryrun as report
-from sage_jax.runtime import ASSETS, make_prompts, model_path, placement
+from sage_jax.runtime import ASSETS, check_positions, make_prompts, model_path, placement
 
 SIZES = ASSETS / "qwen_sizes.json"
 
@@ -36,7 +36,7 @@ def read_sizes(path: str) -> QwenConfig:
         if path in known and not Path(path).is_dir():
             return QwenConfig.from_hf(known[path])
         return hf.read_config(Path(model_path(path)))
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(
             f"model.path={path}: {error}; give a folder with a config.json, or one of "
             f"{', '.join(known)}"
@@ -50,6 +50,12 @@ def run(config: Any, topology: str, output: Path) -> int:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     cfg = read_sizes(config.model.path)
+    check_positions(config, cfg)
+    make_prompts(config)  # a wrong one should not cost the minutes of the compiler
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{output}: {error.strerror}; choose another --output") from error
 
     def build(changed: Any) -> StepPrograms:
         return StepPrograms(changed, cfg, placement(changed, devices))
@@ -73,12 +79,23 @@ def run(config: Any, topology: str, output: Path) -> int:
         raise
     except ValueError as error:
         raise ConfigError(f"--topology={topology}: {error}") from error
-    given = [arg for arg in sys.argv[1:] if not arg.startswith(("--output", "--workdir"))]
+    given = _without(sys.argv[1:], ("output", "workdir"))
     result["command"] = shlex.join(["python", "-m", "sage_jax.main", *given])
     print(report.text(result))
-    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if result["fits"] else 1
+
+
+def _without(arguments: list[str], names: tuple[str, ...]) -> list[str]:
+    """Command-line arguments less some flags, whose values follow after '=' or as the next one."""
+    kept, skip = [], False
+    for argument in arguments:
+        name, joined, _ = argument.lstrip("-").partition("=")
+        mine = argument.startswith("-") and name in names
+        if not mine and not skip:
+            kept.append(argument)
+        skip = mine and not joined
+    return kept
 
 
 def describe(

@@ -66,7 +66,9 @@ def attend(
     it a sequence is one segment. The program is that of `choose`. `splash` off a TPU runs in the
     Pallas interpreter, which is for tests of small sizes only.
     """
-    kind = choose(kind, q_btnh.shape[1], segment_bt is not None, layout)
+    asked, kind = kind, choose(kind, q_btnh.shape[1], segment_bt is not None, layout)
+    if asked == "auto" and kind == "cudnn" and q_btnh.dtype.itemsize > 2:
+        kind = "blocked"  # cuDNN has no float32
     if kind == "cudnn":
         return jax.nn.dot_product_attention(
             q_btnh, k_btkh, v_btkh, is_causal=True, implementation="cudnn"
