@@ -284,7 +284,7 @@ def _text(payload: Mapping[str, Any], name: str) -> str:
     value = payload.get(name)
     if not isinstance(value, str):
         got = "nothing" if value is None else type(value).__name__
-        raise ValueError(f"field {name!r} must be text, got {got}")
+        raise ValueError(f"{name} must be text, got {got}")
     if len(value) > MAX_PROGRAM:
         raise ValueError(f"{name} is longer than {MAX_PROGRAM} characters")
     return value

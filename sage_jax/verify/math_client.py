@@ -25,7 +25,7 @@ def check_payload(kind: str, payload: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if not isinstance(value, str):
             got = "nothing" if value is None else type(value).__name__
-            raise ValueError(f"field {name!r} must be text, got {got}")
+            raise ValueError(f"{name} must be text, got {got}")
         checked[name] = value[-MAX_TEXT:]
     tolerance = payload.get("tolerance")
     if tolerance is not None:
