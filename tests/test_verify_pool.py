@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -11,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from sage_jax.verify import Job, Verdict, Verifier, math_client
+from sage_jax.verify import Job, Verdict, Verifier, dispatch, math_client
 from sage_jax.verify.__main__ import main
-from sage_jax.verify.child import ChildDied
+from sage_jax.verify.child import Child, ChildDied
 
 ROOT = Path(__file__).parents[1]
 GOOD = {"solution": "def f(n):\n    return n + 1\n", "tests": "assert f(1) == 2",
@@ -123,11 +125,19 @@ def test_a_stuck_or_dying_worker_costs_one_verdict(tmp_path, monkeypatch):
     stub = tmp_path / "stub.py"
     stub.write_text(STUB)
     monkeypatch.setattr(math_client, "WORKER", stub)
+    monkeypatch.setattr(dispatch, "WALL_FACTOR", 1e6)  # a busy machine is not what is tested
     jobs = [math_job("a", prediction="dies"), math_job("b"), math_job("c", gold="dies")]
     jobs += [math_job("d", prediction="spins"), math_job("e", gold="6")]
-    jobs += [math_job("f", prediction="sleeps"), math_job("g", gold="7")]
     with Verifier(code=False, workers=1, math_time_limit=0.2) as verifier:
         verdicts = verifier.run(jobs)
+        verifier.submit(math_job("f", prediction="sleeps"))
+        lanes = verifier._dispatcher._lanes
+        while [lane.child.stage for lane in lanes] != ["prediction"]:
+            time.sleep(0.01)
+        monkeypatch.setattr(dispatch, "WALL_FACTOR", 0.0)
+        verdicts |= dict(verifier.poll(timeout=60))
+        monkeypatch.setattr(dispatch, "WALL_FACTOR", 1e6)
+        verdicts |= verifier.run([math_job("g", gold="7")])
     told = {name: (v.verdict, v.reason) for name, v in verdicts.items()}
     assert told == {
         "a": ("error", "killed_its_worker"),
@@ -139,6 +149,42 @@ def test_a_stuck_or_dying_worker_costs_one_verdict(tmp_path, monkeypatch):
         "g": ("correct", ""),
     }
     assert [name for name, v in verdicts.items() if v.masked] == ["c"]
+
+
+def test_what_a_worker_said_before_its_end_is_heard(monkeypatch):
+    child = Child(["-c", "import time; time.sleep(60)"], {})
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    monkeypatch.setattr(child, "_socket", ours)
+    try:
+        text = json.dumps({"stage": "prediction"}).encode()
+        theirs.sendall(struct.pack(">I", len(text)) + text)
+        ours.send(b"never read")  # so that the end arrives as a reset, not as an end of file
+        theirs.close()
+        assert child.receive() == [{"stage": "prediction"}]
+        with pytest.raises(ChildDied):
+            child.receive()
+        with pytest.raises(ChildDied):
+            child.send("late")
+    finally:
+        child.kill()
+
+
+def test_a_worker_that_ends_at_once_still_says_whose_fault_it_was(tmp_path, monkeypatch):
+    stub = tmp_path / "stub.py"
+    stub.write_text(STUB)
+    monkeypatch.setattr(math_client, "WORKER", stub)
+    send_fds = socket.send_fds
+
+    def wait_for_the_end(link, *args):
+        sent = send_fds(link, *args)
+        time.sleep(0.3)
+        return sent
+
+    monkeypatch.setattr(socket, "send_fds", wait_for_the_end)
+    with Verifier(code=False, workers=1) as verifier:
+        verdict = verifier.run([math_job("a", prediction="dies")])["a"]
+    assert (verdict.verdict, verdict.reason) == ("error", "killed_its_worker")
 
 
 def test_a_worker_that_died_while_idle_is_replaced_when_its_next_job_comes(monkeypatch):

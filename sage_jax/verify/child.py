@@ -61,7 +61,8 @@ class Child:
         self._socket.settimeout(SEND_TIMEOUT)
         try:
             sent = socket.send_fds(self._socket, [frame], list(descriptors))
-            self._socket.sendall(frame[sent:])
+            if sent < len(frame):  # even sending nothing fails once the worker is gone
+                self._socket.sendall(frame[sent:])
         except OSError as error:
             raise ChildDied(str(error)) from error
         finally:
@@ -76,11 +77,14 @@ class Child:
             except BlockingIOError:
                 break
             except OSError as error:
-                raise ChildDied(str(error)) from error
+                end = str(error)
+                part = b""
+            else:
+                end = "closed"
             if not part:
-                if messages:
+                if messages:  # what it said before its end counts; the end shows again
                     break
-                raise ChildDied("closed")
+                raise ChildDied(end)
             self._buffer += part
             while len(self._buffer) >= 4:
                 (size,) = struct.unpack(">I", self._buffer[:4])

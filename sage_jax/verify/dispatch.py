@@ -232,7 +232,9 @@ class Dispatcher:
                 lane.child.stage = "gold"
                 lane.child.start_job(task.kind, task.payload)
         except ChildDied:
-            self._died(lane)
+            self._hear(lane)  # it may have got far enough to say whose fault its death is
+            if lane in self._lanes:
+                self._died(lane)
 
     def _hear(self, lane: Lane) -> None:
         if lane not in self._lanes:
@@ -303,6 +305,10 @@ class Dispatcher:
                 self._out_of_time(lane, elapsed)
 
     def _out_of_time(self, lane: Lane, elapsed: float) -> None:
+        task = lane.task
+        self._hear(lane)  # it may have spoken while this thread was kept waiting
+        if lane.task is not task:
+            return
         task, stage = lane.task, lane.child.stage
         lane.task = None
         self._drop(lane)
