@@ -95,10 +95,10 @@ def check_verdicts(samples: list[Sample], config) -> None:
         )
 
 
-def update(run: Run, batches: list[Packed]) -> dict[str, float]:
+def update(run: Run, batches: list[Packed]) -> dict[str, float | None]:
     """epochs x minibatches optimizer steps on one rollout; figures of the last one."""
     if not batches:
-        return {"tokens/trained": 0}
+        return {"tokens/trained": 0, "rows/taught": 0}
     if run.config.optim.epochs * len(batches) > 1:
         # The policy moves between these updates: ratios are taken against its start.
         batches = [_with_old_logps(run, packed) for packed in batches]
@@ -113,7 +113,9 @@ def update(run: Run, batches: list[Packed]) -> dict[str, float]:
         for packed in batches
     )
     trained = sum(int(packed.role_tokens.sum()) for packed in batches)
-    return host_metrics(metrics) | {"tokens/trained": trained, "padding/update": padding / slots}
+    figures = {"tokens/trained": trained, "padding/update": padding / slots if slots else None}
+    figures["rows/taught"] = sum(len(ids) for packed in batches for ids in packed.ids)
+    return host_metrics(metrics) | figures
 
 
 def _with_old_logps(run: Run, packed: Packed) -> Packed:

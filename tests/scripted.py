@@ -60,7 +60,7 @@ class ScriptedEngine:
             text = self.answer(row.id)
             finish = "length" if text.endswith("...") else "stop"
             ids = [b + 1 for b in text.encode()] + [STOP] * (finish == "stop")
-            logps = np.full(len(ids), -1.0, np.float32)
+            logps = -0.01 * np.array(ids, np.float32)
             done.append(Completion(row, np.array(ids, np.int32), logps, finish))
         return done
 
@@ -166,3 +166,8 @@ def play_step(
     play(engine, verifier, episodes, Player(c, Bytes(), step, 1.0))
     sage.reward(episodes, pool)
     return sage, pool, episodes, engine
+
+
+def swap(**answers):
+    """good_answer with the answers of some kinds replaced."""
+    return lambda row_id: answers.get(row_id.split("/")[-2]) or good_answer(row_id)

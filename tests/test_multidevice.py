@@ -12,7 +12,7 @@ from sage_jax.runtime import placement
 
 pytestmark = pytest.mark.multidevice
 MESHES = [{"data": 8}, {"data": 2, "fsdp": 4}, {"data": 2, "fsdp": 2, "tensor": 2}]
-PARTED = ("loss", "grad_norm", "logp_gap/mean", "logp_gap/max", "entropy/solver")
+PARTED = ("loss", "grad_norm", "logp_gap/mean", "logp_gap/max")
 
 
 def meshed(folder, mesh, **changes):

@@ -26,7 +26,7 @@ import test_score
 import test_stack
 import test_update
 from test_engine import params  # noqa: F401  (a fixture)
-from test_update import shared, single  # noqa: F401  (fixtures)
+from test_update import fresh, shared, single  # noqa: F401  (fixtures)
 
 from sage_jax.core import logprob, mesh, rng
 from sage_jax.learn import advantages, objective, pack, score
@@ -50,7 +50,7 @@ class Mutation:
 
 
 MASK = "(micro.position_bt < micro.length_bt)"
-OWN_COUNT = "jnp.maximum(_sum_by_role(mask_bt * 1.0, mask_bt, micro.role_bt, role_tokens_r), 1)"
+OWN_COUNT = "jnp.maximum(jnp.bincount(micro.role_bt.ravel(), mask_bt.ravel() * 1.0, length=4), 1)"
 SPLIT = {"buckets": [12], "micro_rows": 4, "share": True}
 ONE_PROGRAM = {"buckets": test_engine.BUCKETS[-1:]}
 
@@ -103,6 +103,10 @@ MUTATIONS = {
         (objective, "micro_objective", "jnp.maximum(role_tokens_r, 1)", OWN_COUNT),
         test_update.test_gradients_do_not_depend_on_micro_batches_or_buckets,
         SPLIT,
+    ),
+    "rows without an advantage leave the mean": Mutation(
+        (pack, "pack", "for row in rows:", "for row in used:"),
+        test_update.test_rows_of_advantage_0_cost_nothing_and_change_nothing,
     ),
     "there is no dual clip": Mutation(
         (objective, "policy_loss", "(loss > ceiling)", "(loss != loss)"),

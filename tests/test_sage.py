@@ -4,16 +4,15 @@ import math
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import scripted
-from scripted import all_correct, good_answer, play_step
+from scripted import all_correct, good_answer, play_step, swap
 
 from sage_jax.config import ConfigError
 from sage_jax.methods import rewards
 from sage_jax.methods.credit import assign_advantages, training_batches
 from sage_jax.methods.graph import Cancelled, Player, play
-from sage_jax.methods.measure import all_samples, episode_row, error_share, rollout_figures
+from sage_jax.methods.measure import all_samples, episode_row, rollout_figures
 from sage_jax.report.metrics import METRICS, check
 from sage_jax.tasks.pool import Pool
 from sage_jax.verify.verdict import REFUSALS
@@ -24,11 +23,6 @@ def kinds(episodes):
     for sample in all_samples(episodes):
         counts[sample.kind] = counts.get(sample.kind, 0) + 1
     return counts
-
-
-def swap(**answers):
-    """good_answer with the answers of some kinds replaced."""
-    return lambda row_id: answers.get(row_id.split("/")[-2]) or good_answer(row_id)
 
 
 def test_a_full_step_holds_the_declared_rows_of_all_roles_in_both_domains():
@@ -111,31 +105,6 @@ def test_an_unparsed_plan_is_not_judged_and_the_solver_goes_bare():
         assert "add them" not in episode.samples["solve"][0].messages[-1]["content"]
 
 
-def test_truncated_rows_are_trained_with_the_reward_they_parse_to():
-    _, _, episodes, _ = play_step(swap(solve="<answer>2</answer> and so on..."))
-    row = episodes[-1].samples["solve"][0]
-    assert row.completion.finish == "length" and not row.masked and row.reward > 0.7
-    (batch,) = training_batches(all_samples(episodes), scripted.config())
-    assert row.id in [i for ids in batch.ids for i in ids]
-
-
-def test_a_machine_fault_masks_the_row_and_is_counted():
-    def judge(job):
-        return ("error", "sandbox_error") if job.kind == "code" else all_correct(job)
-
-    _, _, episodes, _ = play_step(judge=judge)
-    masked = [s for s in all_samples(episodes) if s.masked]
-    # The solver's code rows, and the proposals whose attempts were all lost.
-    assert {(s.role, s.domain) for s in masked} == {("solver", "code"), ("challenger", "code")}
-    figures = rollout_figures(episodes, scripted.config().method)
-    assert figures["masked"] == len(masked) / len(all_samples(episodes))
-    assert error_share(all_samples(episodes)) == 8 / 20
-    assign_advantages(all_samples(episodes), scripted.config())
-    assert all(s.advantage == 0 for s in masked)
-    (batch,) = training_batches(all_samples(episodes), scripted.config())
-    assert not {s.id for s in masked} & {i for ids in batch.ids for i in ids}
-
-
 def test_no_prompt_of_any_role_shows_a_key():
     _, _, episodes, _ = play_step()
     for episode in episodes:
@@ -201,29 +170,6 @@ def test_a_stop_request_ends_the_rollout_between_two_chunks():
             Player(sage.config, scripted.Bytes(), 2, 1.0),
             stop=lambda: len(engine.seen) - len(engine.queue) > 4,
         )
-
-
-@pytest.mark.parametrize("roles", [("solver",), ("critic", "planner"), ("challenger",)])
-def test_switching_a_roles_training_off_keeps_its_rows_out_of_the_update(roles):
-    _, _, episodes, _ = play_step()
-    samples = all_samples(episodes)
-    (batch,) = training_batches(samples, scripted.config(train_roles=roles))
-    trained = {i for ids in batch.ids for i in ids}
-    assert trained == {s.id for s in samples if s.role in roles}
-
-
-def test_minibatches_share_out_every_role():
-    c = scripted.config()
-    c.optim.minibatches = 2
-    _, _, episodes, _ = play_step()
-    parts = training_batches(all_samples(episodes), c)
-    assert len(parts) == 2
-    role_of = {s.id: s.role for s in all_samples(episodes)}
-    counts = [
-        [sum(role_of[i] == role for ids in part.ids for i in ids) for role in c.method.train_roles]
-        for part in parts
-    ]
-    assert all(abs(a - b) <= 1 for a, b in zip(*counts, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -343,25 +289,6 @@ def test_the_page_on_verifiers_lists_every_refusal():
     assert named - {"code_reference", "math_key"} == set(REFUSALS)
 
 
-def test_advantages_group_solvers_by_prompt_and_the_rest_by_role():
-    def judge(job):
-        return (
-            ("wrong", "")
-            if job.id.endswith("/0") and job.kind in ("math", "code")
-            else all_correct(job)
-        )
-
-    _, _, episodes, _ = play_step(judge=judge)
-    samples = all_samples(episodes)
-    c = scripted.config(advantage="grouped")
-    assign_advantages(samples, c)
-    for episode in episodes[4:]:
-        first, second = episode.samples["solve"]
-        assert math.isclose(first.advantage, -second.advantage, abs_tol=1e-5)
-        assert second.advantage > 0.7
-    assert all(s.advantage == 0 for s in samples if s.role == "critic")
-
-
 def test_an_episode_row_holds_what_a_reader_needs():
     _, _, episodes, _ = play_step()
     row = episode_row(3, episodes[-1].samples["solve"][0], "prompt text")
@@ -392,26 +319,3 @@ def test_an_over_long_prompt_is_skipped_or_stops_the_run_by_name():
     figures = rollout_figures(episodes, c.method)
     assert figures["solve_rate"] is None and figures["tokens/generated"] == 0
     assert training_batches([], c) == []
-
-
-def test_the_update_sees_the_sampled_ids_never_a_second_encoding():
-    class Lossy(scripted.Bytes):
-        def decode(self, ids):
-            return super().decode(ids).upper()
-
-    sage, pool, _, _ = play_step()
-    engine, verifier = scripted.ScriptedEngine(good_answer), scripted.ScriptedVerifier(all_correct)
-    episodes = sage.episodes(pool, 5)
-    play(engine, verifier, episodes, Player(sage.config, Lossy(), 5, 1.0))
-    samples = {s.id: s for s in all_samples(episodes)}
-    (batch,) = training_batches(list(samples.values()), sage.config)
-    checked = 0
-    for micro, ids in zip(batch.micros, batch.ids, strict=True):
-        starts = np.argwhere((micro.position_bt == 0) & (micro.length_bt > 0))
-        for (b, start), name in zip(starts, ids, strict=True):
-            sample, end = samples[name], start + micro.length_bt[b, start]
-            tokens = micro.tokens_bt[b, start:end].tolist()
-            assert tokens == [*sample.prompt, *sample.completion.tokens]
-            assert tokens[-1] == scripted.STOP
-            checked += 1
-    assert checked == len(samples) > 10

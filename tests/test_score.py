@@ -1,5 +1,3 @@
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -35,7 +33,7 @@ def sharp_params(layout=None):
 
 
 PARAMS = sharp_params()
-STATIC = ("dtype", "layout", "remat", "chunk", "entropy", "entropy_gradient")
+STATIC = ("dtype", "layout", "remat", "chunk", "entropy")
 program = jax.jit(token_logps, static_argnums=1, static_argnames=STATIC)
 
 
@@ -121,21 +119,6 @@ def test_any_shape_scores_whatever_the_chunk(rows, length, chunk):
     if length > 1:
         want_bt, _ = full_logps(PARAMS, tokens_bt, jnp.ones(rows))
         np.testing.assert_allclose(got_bt, want_bt, atol=1e-5)
-
-
-def test_entropy_without_gradient_is_a_constant():
-    tokens_bt = batch(2, 4)
-
-    @partial(jax.jit, static_argnums=1)
-    def total(params, flag):
-        _, entropy_bt = token_logps(
-            params, CFG, tokens_bt, jnp.ones((2, 1)), entropy=True, entropy_gradient=flag
-        )
-        return jnp.sum(entropy_bt)
-
-    np.testing.assert_allclose(total(PARAMS, True), total(PARAMS, False), rtol=1e-6)
-    sizes = [float(jnp.abs(jax.grad(total)(PARAMS, flag)["embed"]).max()) for flag in (True, False)]
-    assert sizes[0] > 1e-3 and sizes[1] == 0
 
 
 def test_bf16_compute_keeps_float32_results_close_to_the_oracle():

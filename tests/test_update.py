@@ -257,11 +257,27 @@ def test_metrics_come_from_the_arrays_of_the_loss(fresh):
         for role in ROLES
     }
     np.testing.assert_allclose(shown["loss"], -sum(token_mean.values()), rtol=1e-4)
-    assert {f"entropy/{role}" for role in ROLES} <= set(shown)
-    assert all(0 < shown[f"entropy/{role}"] < np.log(V) for role in ROLES)
-    only = pack([r for r in rows if r.role == "solver"], ROLES, [12], 4)
-    _, metrics = update.step(state, only)
-    assert [k for k in host_metrics(metrics) if k.startswith("entropy/")] == ["entropy/solver"]
+
+
+def test_rows_of_advantage_0_cost_nothing_and_change_nothing(fresh):
+    rows = [replace(r, advantage=r.advantage * (i % 3 > 0)) for i, r in enumerate(make_rows())]
+    every, some = (pack(rows, ROLES, [12], 4, share=False, flat=flat) for flat in (True, False))
+    assert (len(every.micros), len(some.micros)) == (4, 3)
+    assert {r.id for r in rows if r.advantage} == {id for ids in some.ids for id in ids}
+    update, state = fresh
+    want, got = (gradients(update, state, packed) for packed in (every, some))
+    assert_trees_close(got.grads, want.grads, atol=1e-7)
+    np.testing.assert_allclose(got.sums["loss"], want.sums["loss"], rtol=1e-5)
+    # With nothing to learn from, the optimizer goes on by its momentum, and no figure is made up.
+    state, _ = update.step(state, every)
+    none = pack([replace(r, advantage=0.0) for r in rows], ROLES, [12], 4, flat=False)
+    before = jax.device_get(state.params)
+    state, metrics = update.step(state, none)
+    assert none.micros == [] and float(jnp.abs(state.params["embed"] - before["embed"]).max()) > 0
+    shown = host_metrics(metrics)
+    assert shown["loss"] == shown["grad_norm"] == 0 and "ratio/max" not in shown
+    with pytest.raises(ValueError, match="no row to train on"):
+        update.step(state, pack([], ROLES, [12], 4))
 
 
 def test_a_second_epoch_has_ratios_off_one_and_the_first_has_them_at_one(fresh):

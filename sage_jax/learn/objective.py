@@ -84,7 +84,7 @@ def completion_mask(micro: MicroBatch) -> jax.Array:
 
 def micro_objective(
     logp_bt: jax.Array,
-    entropy_bt: jax.Array,
+    entropy_bt: jax.Array | None,
     ref_logp_bt: jax.Array | None,
     micro: MicroBatch,
     role_tokens_r: jax.Array,
@@ -93,7 +93,8 @@ def micro_objective(
 ) -> tuple[jax.Array, tuple[Metrics, Metrics]]:
     """This micro-batch's part of the loss, and (sums, maxima) over its tokens for the metrics.
 
-    `role_tokens_r` counts the completion tokens of each role in the whole update.
+    `role_tokens_r` counts the completion tokens of each role in the whole update. `entropy_bt` is
+    read with optim.entropy_coef only.
     """
     mask_bt = completion_mask(micro)
 
@@ -101,7 +102,7 @@ def micro_objective(
         # Before any arithmetic: 0 times the gradient of an overflow would be NaN.
         return jnp.where(mask_bt, x_bt, 0.0)
 
-    logp_bt, entropy_bt, sampler_bt = keep(logp_bt), keep(entropy_bt), keep(micro.sampler_logp_bt)
+    logp_bt, sampler_bt = keep(logp_bt), keep(micro.sampler_logp_bt)
     old_bt = jax.lax.stop_gradient(logp_bt)
     if micro.old_logp_bt is not None:
         old_bt = keep(micro.old_logp_bt)
@@ -112,7 +113,7 @@ def micro_objective(
         weight_bt = importance_weight(old_bt, sampler_bt, settings.importance_cap)
         loss_bt *= weight_bt
     if settings.entropy_coef:
-        loss_bt -= settings.entropy_coef * entropy_bt
+        loss_bt -= settings.entropy_coef * keep(entropy_bt)
     if ref_logp_bt is not None:
         kl_bt = kl_k3(logp_bt, keep(ref_logp_bt))
         loss_bt += settings.kl_coef * kl_bt
@@ -128,14 +129,6 @@ def micro_objective(
     }
     sums = {name: masked_sum(x_bt.astype(jnp.float32), mask_bt) for name, x_bt in per_token.items()}
     sums["loss"] = loss
-    sums["tokens_r"] = _sum_by_role(jnp.ones_like(logp_bt), mask_bt, micro.role_bt, role_tokens_r)
-    sums["entropy_r"] = _sum_by_role(entropy_bt, mask_bt, micro.role_bt, role_tokens_r)
+    sums["tokens"] = jnp.sum(mask_bt, dtype=jnp.float32)
     maxima = {"ratio": masked_max(terms.ratio, mask_bt), "gap": masked_max(gap_bt, mask_bt)}
     return loss, jax.lax.stop_gradient((sums, maxima))
-
-
-def _sum_by_role(
-    x_bt: jax.Array, mask_bt: jax.Array, role_bt: jax.Array, like_r: jax.Array
-) -> jax.Array:
-    role_rbt = jnp.arange(like_r.size)[:, None, None] == role_bt[None]
-    return masked_sum(jnp.broadcast_to(x_bt, role_rbt.shape), role_rbt & mask_bt[None], axis=(1, 2))

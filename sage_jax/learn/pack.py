@@ -1,7 +1,6 @@
 """Rows of any length -> micro-batches of a few fixed shapes, so compiled programs stay few."""
 
 import bisect
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -59,7 +58,7 @@ class Packed(NamedTuple):
 
     micros: list[MicroBatch]
     ids: list[list[str]]  # in the order of the tokens
-    role_tokens: np.ndarray  # float32 [roles], completion tokens per role in the whole update
+    role_tokens: np.ndarray  # float32 [roles], completion tokens per role, of all rows given
     padding_share: float  # share of all slots (sequences x bucket) that hold no token, 0..1
 
 
@@ -70,28 +69,31 @@ def pack(
     micro_rows: int,
     *,
     share: bool = True,
+    flat: bool = True,
 ) -> Packed:
     """`rows`, longest first (ties by id), into micro-batches of `micro_rows` sequences.
 
     Each sequence takes the longest rows left that fit (first fit, decreasing); without `share` one
     row. The bucket of a micro-batch is the one that is filled best, the smaller where two are
     nearly as good. The result depends on the set of rows, not on their order. Rows with advantage 0
-    stay in (they count in the per-role token mean, as in the published code).
+    count in the per-role token mean, as in the published code; without `flat` they only count: for
+    a loss in which they have no gradient.
     ValueError for a row longer than the largest bucket or otherwise malformed.
     """
     _check_settings(buckets, micro_rows)
     _check_rows(rows, roles, max(buckets))
-    left = sorted(rows, key=lambda row: (-row.length, row.id))
+    used = [row for row in rows if flat or row.advantage]
+    left = sorted(used, key=lambda row: (-row.length, row.id))
     role_index = {role: i for i, role in enumerate(roles)}
     micros, ids, role_tokens = [], [], np.zeros(len(roles), np.float32)
     while left:
         bucket, sequences, left = _fill(left, buckets, micro_rows, share)
         micros.append(_micro_batch(sequences, role_index, bucket, micro_rows, share))
         ids.append([row.id for sequence in sequences for row in sequence])
-        for row in itertools.chain(*sequences):
-            role_tokens[role_index[row.role]] += len(row.completion)
+    for row in rows:
+        role_tokens[role_index[row.role]] += len(row.completion)
     slots = sum(micro.tokens_bt.size for micro in micros)
-    padding_share = 1 - sum(row.length for row in rows) / slots if slots else 0.0
+    padding_share = 1 - sum(row.length for row in used) / slots if slots else 0.0
     return Packed(micros, ids, role_tokens, padding_share)
 
 

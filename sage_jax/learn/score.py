@@ -24,16 +24,14 @@ def token_logps(
     attend: str = "auto",
     chunk: int = 512,
     entropy: bool = False,
-    entropy_gradient: bool = True,
     totals: Any = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """Log-prob [b, t] of each token given those before it, and the entropy it was drawn from.
 
     Both in nats, float32, of the untruncated distribution at the token's temperature ([b, t] or
     [b, 1]; 0 counts as 1); 0 at position 0 of a row. Where rows share a sequence, `segment_bt`
-    numbers them and `position_bt` counts from 0 in each. The entropy is None unless asked for;
-    without `entropy_gradient` it is a constant and the backward pass does no work for it. `totals`
-    takes up the gradient of the layers, see `run_layers`.
+    numbers them and `position_bt` counts from 0 in each. The entropy is None unless asked for.
+    `totals` takes up the gradient of the layers, see `run_layers`.
 
     The head and its logsumexp run over at most about `chunk` positions at a time (at least one
     per row), rematerialised in the backward pass, so memory holds [chunk, vocab] instead of
@@ -73,8 +71,6 @@ def token_logps(
         logp_x = logprob.log_prob(logits_xv, token_bw.reshape(-1), temperature_x)
         if not entropy:
             return logp_x.reshape(rows, width), None
-        if not entropy_gradient:
-            logits_xv = jax.lax.stop_gradient(logits_xv)
         entropy_x = logprob.entropy(logits_xv, temperature_x)
         return logp_x.reshape(rows, width), entropy_x.reshape(rows, width)
 

@@ -133,12 +133,14 @@ class Update:
         self.score = jax.jit(self._score_micro)
 
     def step(self, state: TrainState, packed: Packed) -> tuple[TrainState, Metrics]:
-        """One update over all of `packed`; donates `state`. ValueError if there is nothing in it.
+        """One update over all of `packed`; donates `state`. ValueError if it counts no token.
+
+        Without a row to learn from the gradient is 0, and the optimizer moves by its momentum.
 
         Metrics stay on the device, see `host_metrics`. A loss or gradient that is not finite
         leaves params and optimizer state untouched and adds one to `skipped`.
         """
-        if not packed.micros:
+        if not packed.role_tokens.any():
             raise ValueError("no row to train on: every row of this update was masked or absent")
         acc, role_tokens_r = self.zeros(state), self.place_counts(packed.role_tokens)
         for micro in packed.micros:
@@ -188,9 +190,9 @@ class Update:
         return ""
 
     def _zeros(self, state: TrainState) -> Accumulator:
-        names = ("loss", "gap", "clipped", "dual_clipped", "weight", "kl")
-        zero, zero_r = jnp.zeros(()), jnp.zeros(len(self.roles))
-        sums = {**dict.fromkeys(names, zero), "tokens_r": zero_r, "entropy_r": zero_r}
+        names = ("loss", "gap", "clipped", "dual_clipped", "weight", "kl", "tokens")
+        zero = jnp.zeros(())
+        sums = dict.fromkeys(names, zero)
         grads = jax.tree.map(jnp.zeros_like, state.params)
         return Accumulator(grads, sums, {"ratio": zero, "gap": zero})
 
@@ -210,7 +212,6 @@ class Update:
             attend=self.settings.attention,
             chunk=self.settings.chunk,
             entropy=entropy,
-            entropy_gradient=self.settings.entropy_coef > 0,
             totals=totals,
         )
 
@@ -235,7 +236,8 @@ class Update:
 
         def loss(rest: Params, totals: Params):
             weights = self._weights(state, {**state.params, **rest})
-            logp_bt, entropy_bt = self._logps(weights, micro, True, totals)
+            bonus = self.settings.entropy_coef > 0
+            logp_bt, entropy_bt = self._logps(weights, micro, bonus, totals)
             terms = (logp_bt, entropy_bt, ref_logp_bt)
             return micro_objective(*terms, micro, role_tokens_r, role_weights_r, self.settings)
 
@@ -266,13 +268,14 @@ class Update:
         return state, self._metrics(acc, grad_norm, state.skipped)
 
     def _metrics(self, acc: Accumulator, grad_norm: jax.Array, skipped: jax.Array) -> Metrics:
-        sums, tokens = acc.sums, jnp.sum(acc.sums["tokens_r"])
+        sums, tokens = acc.sums, acc.sums["tokens"]
+        maxima = {n: jnp.where(tokens > 0, x, jnp.nan) for n, x in acc.maxima.items()}
         metrics = {
             "loss": sums["loss"],
             "grad_norm": grad_norm,
-            "ratio/max": acc.maxima["ratio"],
+            "ratio/max": maxima["ratio"],
             "logp_gap/mean": sums["gap"] / tokens,
-            "logp_gap/max": acc.maxima["gap"],
+            "logp_gap/max": maxima["gap"],
             "clip_share": sums["clipped"] / tokens,
             "dual_clip_share": sums["dual_clipped"] / tokens,
             "skipped_updates": skipped,
@@ -281,15 +284,13 @@ class Update:
             metrics["importance/mean"] = sums["weight"] / tokens
         if self.settings.kl_coef:
             metrics["kl"] = sums["kl"] / tokens
-        for r, role in enumerate(self.roles):
-            metrics[f"entropy/{role}"] = sums["entropy_r"][r] / sums["tokens_r"][r]
         return metrics
 
 
 def host_metrics(metrics: Metrics) -> dict[str, float]:
     """Metrics as Python floats in one transfer; a figure that is not finite is left out.
 
-    So a role without tokens has no entropy, and a skipped update no loss or gradient norm.
+    So an update without a row has no log-prob gap, and a skipped one no loss or gradient norm.
     """
     values = {name: float(value) for name, value in jax.device_get(metrics).items()}
     return {name: value for name, value in values.items() if np.isfinite(value)}

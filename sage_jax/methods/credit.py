@@ -65,4 +65,8 @@ def training_batches(samples: list[Sample], config) -> list[Packed]:
     parts = [rows[first :: o.minibatches] for first in range(o.minibatches)]
     # cuDNN has no segments: there each row keeps a sequence to itself.
     share = config.model.attention != "cudnn"
-    return [pack(part, ROLES, o.buckets, o.micro_rows, share=share) for part in parts if part]
+    # Entropy and KL pull at every row; the policy loss at those with an advantage.
+    flat = bool(o.entropy_coef or o.kl_coef)
+    return [
+        pack(part, ROLES, o.buckets, o.micro_rows, share=share, flat=flat) for part in parts if part
+    ]

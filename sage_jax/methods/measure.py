@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
+
 from sage_jax.methods.graph import Episode, Sample
 from sage_jax.methods.rewards import REWARD_SETS, correct, mean, solve_rate
 from sage_jax.roles import ROLES
@@ -54,6 +56,8 @@ def rollout_figures(episodes: Sequence[Episode], settings) -> dict[str, float | 
         if name.startswith("solver"):
             figures[f"solve_rate{name.removeprefix('solver')}"] = solve_rate(group)
     for role in ROLES:
+        logps = [s.completion.logps for s in groups[role] if len(s.completion.logps)]
+        figures[f"entropy/{role}"] = float(-np.concatenate(logps).mean()) if logps else None
         figures[f"truncated/{role}"] = _mean_of(
             groups[role], lambda s: float(s.completion.finish == "length")
         )

@@ -96,7 +96,10 @@ _TABLE = {
     "length/<role>": Metric("tokens", "mean response length, stop token included"),
     "length/<role/split>": Metric("tokens", "the same, over rows of one domain or kind"),
     "entropy/<role>": Metric(
-        "nats", "mean over response tokens of the tempered policy's entropy", "slow fall; > 0.05"
+        "nats",
+        "mean of -log p over the response tokens sampled: an estimate of the tempered policy's "
+        "entropy; top_k, top_p and min_p lower it",
+        "slow fall; > 0.05",
     ),
     "adv/<role>_mean": Metric("1", "mean advantage over trained tokens of the role"),
     "adv/<role>_std": Metric("1", "standard deviation of the same", "near 1; 0 = no signal"),
@@ -117,7 +120,12 @@ _TABLE = {
     "logp_gap/max": Metric("nats", "largest |learner - sampler log-probability|", "< 0.1"),
     "skipped_updates": Metric("count", "updates skipped for a non-finite gradient so far", "0"),
     "tokens/generated": Metric("tokens", "response tokens sampled in this step"),
-    "tokens/trained": Metric("tokens", "response tokens in this step's loss"),
+    "tokens/trained": Metric("tokens", "response tokens over which this step's loss is a mean"),
+    "rows/taught": Metric(
+        "rows",
+        "rows in the update: those of trained roles that are not masked and, without entropy bonus "
+        "and KL, have an advantage",
+    ),
     "padding/update": Metric("0..1", "share of padded positions in the update's batches", "< 0.1"),
     "live_slots": Metric("0..1", "share of decode slots and steps with a live row", "> 0.5"),
     "pool/size": Metric("tasks", "seeds and admitted tasks in the pool after the step"),
