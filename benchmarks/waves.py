@@ -1,6 +1,6 @@
 """The engine in wave mode, the peer of the one decode stream: same programs, slots and rows."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.row import Completion, Row
@@ -39,10 +39,10 @@ class Waves:
     def submit(self, rows: Iterable[Row]) -> None:
         self.next += rows
 
-    def step(self) -> list[Completion]:
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Completion]:
         if not self.engine.busy:
             self.engine.submit(self.batch())
-        return self.engine.step()
+        return self.engine.step(meanwhile)
 
     def batch(self) -> list[Row]:
         """The next batch of slots of the wave, and of the next wave when this one is over."""

@@ -53,9 +53,10 @@ class ScriptedEngine:
         self.queue += rows
         self.seen += rows
 
-    def step(self):
+    def step(self, meanwhile=lambda: None):
         now, self.queue = self.queue[: self.width], self.queue[self.width :]
         done = []
+        meanwhile()
         for row in now:
             text = self.answer(row.id)
             finish = "length" if text.endswith("...") else "stop"

@@ -74,12 +74,13 @@ class SlotEngine(ScriptedEngine):
     def running(self):
         return list(self.live)
 
-    def step(self):
+    def step(self, meanwhile=lambda: None):
         self.queue.sort(key=lambda row: -row.rank)
         while self.queue and len(self.live) < self.width:
             row = self.queue.pop(0)
             self.live[row.id] = [row, self.lengths(row.id)]
             self.log.append(f"start {row.id}")
+        meanwhile()
         for entry in self.live.values():
             entry[1] -= 1
         ended = [row for row, left in self.live.values() if left == 0]
@@ -105,7 +106,7 @@ def test_a_verdict_is_not_waited_for_while_queued_rows_can_take_the_slots():
 
 @pytest.mark.parametrize("more", [1, 4])
 def test_a_free_slot_waits_for_a_verdict_only_some_chunks_after_it_was_asked_for(more):
-    chunks = graph.PATIENCE + 1 + more  # one to ask, one in which the follower ends
+    chunks = graph.PATIENCE + 2 + more  # one before it is asked, one in which the follower ends
     made = Conducted(slots=2, lengths=lambda row_id: chunks if "x" in row_id else 1)
     made.play([*episodes(chained("a", "b", jobs=("a",))), *episodes(chained("x"), 1, "f")])
     assert made.log == [
@@ -207,8 +208,8 @@ def test_a_stall_is_named_by_the_heartbeat_and_the_step_still_ends(monkeypatch):
         def running(self):
             return [f"{name} (7 of at most 9 tokens)" for name in self.live]
 
-        def step(self):
-            done = super().step()
+        def step(self, meanwhile):
+            done = super().step(meanwhile)
             if self.live:
                 time.sleep(0.4)
             return done

@@ -170,7 +170,7 @@ class Cancelled(RuntimeError):
 
 
 # Decode chunks that a verdict may take before the batch is held up for it.
-PATIENCE = 4
+PATIENCE = 3
 # Seconds without any verdict after which the verifier counts as broken: its own limits are far
 # below. A broken one must mask rows, not stop the run.
 SILENCE = 300.0
@@ -188,6 +188,7 @@ class _Run:
         self.asked: dict[str, int] = {}  # job -> the chunk it was asked in
         self.verdicts: dict[str, Verdict] = {}
         self.moved = {episode.id: episode for episode in episodes}
+        self.ended: list[Completion] = []
         self.chunks = 0
 
     def open(self) -> list[Row]:
@@ -239,7 +240,14 @@ class _Run:
         if node.settle and episode.done(node.kind):
             node.settle(episode)
 
-    def finish(self, completion: Completion) -> None:
+    def proceed(self, engine) -> None:
+        """Read what has ended, and queue the rows that can start now."""
+        for completion in self.ended:
+            self._finish(completion)
+        self.ended = []
+        engine.submit(self.open())
+
+    def _finish(self, completion: Completion) -> None:
         """Read a finished row and ask the verifier about it."""
         episode, sample = self.rows.pop(completion.row.id)
         sample.completion = completion
@@ -309,21 +317,22 @@ def play(
 ) -> Clock:
     """Run every episode through the graph in one batch; fills in their samples.
 
-    The verifier works while the batch decodes, see `_Run.due`. `stage` is told what runs, with a
+    While rows enough wait for their slots, the host reads what has ended during the next chunk; the
+    verifier works while the batch decodes, see `_Run.due`. `stage` is told what runs, with a
     function that names the rows in question. Raises Cancelled when `stop()` turns true between two
     chunks.
     """
     run, clock = _Run(verifier, player, episodes), Clock()
     while True:
-        engine.submit(run.open())
+        if engine.hungry:
+            run.proceed(engine)
         if stop():
             raise Cancelled("stopped in the middle of a rollout")
         if due := run.due(engine):
             clock.wait(run, due, stage)
         elif engine.busy:
             stage("rollout", engine.running)
-            for completion in engine.step():
-                run.finish(completion)
+            run.ended = engine.step(lambda: run.proceed(engine))
             run.chunks += 1
         else:
             break

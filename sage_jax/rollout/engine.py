@@ -144,14 +144,18 @@ class Engine:
                 f"row {row.id}: token {bad[0]} is outside the vocabulary [0, {self.cfg.vocab_size})"
             )
 
-    def step(self) -> list[Completion]:
-        """Admit queued rows, decode up to `chunk` tokens, return the rows that finished."""
+    def step(self, meanwhile: Callable[[], None] = lambda: None) -> list[Completion]:
+        """Admit queued rows, decode up to `chunk` tokens, return the rows that finished.
+
+        `meanwhile` is called once while the device decodes; rows that it submits come next.
+        """
         if self._params is None:
             raise RuntimeError("Engine.step: call start(params) first")
         self._admit()
         running = zip(self._rows, self._count_s.tolist(), strict=True)
         ends = [len(row.prompt) + count for row, count in running if row is not None]
         if not ends:
+            meanwhile()
             return []
         reach = min(max(ends) + self.chunk, self.buckets[-1])
         read_length = bucket_of(reach, self.buckets)
@@ -159,6 +163,7 @@ class Engine:
         self._slots = programs.decode(
             self._params, self._slots, steps=self.chunk, read_length=read_length, **self._static
         )
+        meanwhile()
         return self._harvest()
 
     def _about_to_run(self, name: str, *shape: int) -> None:

@@ -70,7 +70,7 @@ class Dispatcher:
         self._wake_in, self._wake_out = os.pipe()
         os.set_blocking(self._wake_in, False)
         self._selector.register(self._wake_in, selectors.EVENT_READ, None)
-        self._closing = False
+        self._woken = self._closing = False
         self._want_slot = False
         self._failed_starts = 0
         self._last_words = "none"
@@ -83,12 +83,17 @@ class Dispatcher:
 
     def put(self, task: Task) -> None:
         self._inbox.append(task)
-        os.write(self._wake_out, b"x")
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._woken:  # a write for each task would hand the thread the interpreter each time
+            self._woken = True
+            os.write(self._wake_out, b"x")
 
     def start_sandbox(self, timeout: float) -> dict[str, Any]:
         """Start the first slot and return its report of the layers it got."""
         self._want_slot = True
-        os.write(self._wake_out, b"x")
+        self._wake()
         if not self._sandbox_known.wait(timeout) or self._layers is None:
             raise IsolationError(
                 "the code sandbox does not start on this machine (Linux on x86-64 or aarch64 is "
@@ -98,7 +103,7 @@ class Dispatcher:
 
     def close(self) -> None:
         self._closing = True
-        os.write(self._wake_out, b"x")
+        self._wake()
         self._thread.join()
         os.close(self._wake_in)
         os.close(self._wake_out)
@@ -119,6 +124,7 @@ class Dispatcher:
                 for key, _ in self._selector.select(TICK if busy else None):
                     if key.data is None:
                         os.read(self._wake_in, 1 << 16)
+                        self._woken = False  # before the inbox is read: nothing put is missed
                     else:
                         self._hear(key.data)
                 now = time.monotonic()
