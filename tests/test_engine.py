@@ -80,7 +80,7 @@ def test_a_row_alone_or_in_any_company_gives_the_same_tokens(params):
 def test_rows_of_one_prompt_draw_independently(params):
     prompt = (1, 2, 3)
     many = [Row(f"s{i}", prompt, tuple(map(int, row_key(0, i))), 8, (), 2.0) for i in range(8)]
-    done = engine(params, slots=8, prefill_rows=1).generate(many)
+    done = engine(params, slots=8, prefill_rows=8).generate(many)
     assert len({tuple(c.tokens) for c in done.values()}) == 8
 
 

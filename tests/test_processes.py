@@ -138,9 +138,13 @@ def test_modes_write_one_right_file_each(pair, tmp_path):
 
 def test_a_killed_process_ends_the_other_with_an_error_and_a_reason(pair):
     *_, codes, seconds, log = pair
-    assert codes == [-signal.SIGABRT, -signal.SIGKILL]
+    # Either its own collective fails first, or the service finds the other silent.
+    reasons = {
+        1: "Connection closed by peer",
+        -signal.SIGABRT: "tasks are unhealthy (stopped sending heartbeats)",
+    }
+    assert codes[1] == -signal.SIGKILL and reasons[codes[0]] in log
     assert seconds < 60
-    assert "tasks are unhealthy (stopped sending heartbeats)" in log
 
 
 def test_a_failing_process_ends_the_other_with_its_reason(tmp_path):

@@ -272,8 +272,9 @@ class StepPrograms:
     def insert(self) -> Abstract:
         slots, lengths = self.slots(), self._prompts()[1]
         hidden, prefix = self._prefilled()
-        source = jax.ShapeDtypeStruct((self.config.rollout.slots,), jnp.int32)
-        arguments = (self.weights, slots, hidden, prefix, lengths, source, slots.facts)
+        words = decode.START.itemsize // 4
+        starts = jax.ShapeDtypeStruct((self.config.rollout.prefill_rows, words), jnp.int32)
+        arguments = (self.weights, slots, hidden, prefix, lengths, starts)
         return Abstract(
             "insert",
             lambda: decode.insert.trace(*arguments, **self._static),

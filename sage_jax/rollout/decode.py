@@ -5,10 +5,11 @@ of all roles side by side.
 """
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from sage_jax.core.mesh import Layout
 from sage_jax.models import qwen
@@ -16,9 +17,25 @@ from sage_jax.rollout.sampling import Array, Truncation, sample
 
 MAX_STOPS = 16
 
+# What the host tells of a row that starts, all in one transfer: its slot (one past the last: no
+# row), which prompt of the prefill it answers, and its facts; the stop set is padded with -1.
+START = np.dtype(
+    [
+        ("slot", np.int32),
+        ("source", np.int32),
+        ("key", np.uint32, (2,)),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("stop", np.int32, (MAX_STOPS,)),
+        ("budget", np.int32),
+    ]
+)
+
 
 class RowFacts(NamedTuple):
-    """What sampling needs to know of each row [s]; the stop set is padded with -1."""
+    """What sampling needs to know of each row [s], see START."""
 
     key_s2: Array
     temperature_s: Array
@@ -88,62 +105,83 @@ def _readable(slots: Slots, layout: Layout | None) -> Slots:
     return whole._replace(cache=cache)
 
 
-def _emit(slots: Slots, logits_sv: jax.Array, fresh_s: jax.Array) -> Slots:
-    """Sample one token in every row of `fresh_s`, store it, and retire rows that are done."""
-    token_s, logp_s = sample(
-        logits_sv,
-        slots.facts.key_s2,
-        slots.count_s,
-        slots.facts.temperature_s,
-        slots.facts.cut,
-    )
+def _draw(logits_sv: jax.Array, count_s: jax.Array, facts: RowFacts):
+    """Token and log-prob [s] at response position `count_s` of each row."""
+    return sample(logits_sv, facts.key_s2, count_s, facts.temperature_s, facts.cut)
+
+
+def _ended(token_s: jax.Array, count_s: jax.Array, facts: RowFacts) -> jax.Array:
+    """True [s] where a row's response of `count_s` tokens ends with `token_s`."""
+    return jnp.any(token_s[:, None] == facts.stop_sn, axis=1) | (count_s >= facts.budget_s)
+
+
+def _emit(slots: Slots, logits_sv: jax.Array) -> Slots:
+    """Sample one token in every live row, store it, and retire rows that are done."""
+    live_s, facts = slots.live_s, slots.facts
+    token_s, logp_s = _draw(logits_sv, slots.count_s, facts)
     # Rows that sample nothing write out of range, which drops the update.
-    column_s = jnp.where(fresh_s, slots.count_s, slots.tokens_sc.shape[1])
+    column_s = jnp.where(live_s, slots.count_s, slots.tokens_sc.shape[1])
     rows_s = jnp.arange(token_s.shape[0])
-    count_s = slots.count_s + fresh_s
-    stopped_s = jnp.any(token_s[:, None] == slots.facts.stop_sn, axis=1)
-    ended_s = fresh_s & (stopped_s | (count_s >= slots.facts.budget_s))
+    count_s = slots.count_s + live_s
     return slots._replace(
-        token_s=jnp.where(fresh_s, token_s, slots.token_s),
+        token_s=jnp.where(live_s, token_s, slots.token_s),
         tokens_sc=slots.tokens_sc.at[rows_s, column_s].set(token_s, mode="drop"),
         logps_sc=slots.logps_sc.at[rows_s, column_s].set(logp_s, mode="drop"),
         count_s=count_s,
-        live_s=(slots.live_s | fresh_s) & ~ended_s,
+        live_s=live_s & ~_ended(token_s, count_s, facts),
     )
 
 
 @partial(jax.jit, static_argnames=("cfg", "dtype", "layout"), donate_argnames=("slots",))
-def insert(params, slots, hidden_bd, prefix, lengths_b, source_s, facts, *, cfg, dtype, layout):
-    """Put prompts into slots and sample their first tokens.
+def insert(params, slots, hidden_bd, prefix, lengths_b, starts_rn, *, cfg, dtype, layout):
+    """Put prompts of `prefix` into slots and sample their first tokens.
 
-    `source_s` int32 [s]: the prompt row of `prefix` that starts in each slot, -1 where the slot is
-    left alone; several slots may name the same prompt. `facts` count only where a row starts.
+    `starts_rn`: an array START [r] seen as int32 [r, n]; several may name the same source.
     """
-    fresh_s = source_s >= 0
-    from_s = jnp.maximum(source_s, 0)
-    # Slots left alone write out of range, which drops the update.
-    to_s = jnp.where(fresh_s, jnp.arange(source_s.shape[0]), source_s.shape[0])
+    slot_r, source_r, facts = _read_starts(starts_rn)
 
     def place(layer, cache):
-        return {
-            name: cache[name]
-            .at[layer, to_s, : part.shape[2]]
-            .set(jax.lax.dynamic_index_in_dim(part, layer, 0, keepdims=False)[from_s], mode="drop")
-            for name, part in prefix.items()
-        }
+        placed = {}
+        for name, part in prefix.items():
+            of_layer = jax.lax.dynamic_index_in_dim(part, layer, keepdims=False)[source_r]
+            at = cache[name].at[layer, slot_r, : part.shape[2]]
+            placed[name] = at.set(of_layer, mode="drop")
+        return placed
 
-    def choose(new, old):
-        return jnp.where(jnp.expand_dims(fresh_s, tuple(range(1, new.ndim))), new, old)
+    # Layer by layer: the gathered prefix never exists for the whole model.
+    cache = jax.lax.fori_loop(0, cfg.num_layers, place, slots.cache)
+    logits_bv = qwen.head_logits(params, cfg, hidden_bd.astype(dtype))
+    first_r = jnp.zeros_like(slot_r)
+    token_r, logp_r = _draw(logits_bv[source_r], first_r, facts)
+
+    def put(new_r, old_s):
+        return old_s.at[slot_r].set(new_r, mode="drop")
 
     slots = slots._replace(
-        # Layer by layer: the gathered prefix never exists for the whole model.
-        cache=jax.lax.fori_loop(0, cfg.num_layers, place, slots.cache),
-        position_s=jnp.where(fresh_s, lengths_b[from_s], slots.position_s),
-        facts=jax.tree.map(choose, facts, slots.facts),
-        count_s=jnp.where(fresh_s, 0, slots.count_s),
+        cache=cache,
+        token_s=put(token_r, slots.token_s),
+        position_s=put(lengths_b[source_r], slots.position_s),
+        facts=jax.tree.map(put, facts, slots.facts),
+        live_s=put(~_ended(token_r, first_r + 1, facts), slots.live_s),
+        count_s=put(first_r + 1, slots.count_s),
+        tokens_sc=slots.tokens_sc.at[slot_r, 0].set(token_r, mode="drop"),
+        logps_sc=slots.logps_sc.at[slot_r, 0].set(logp_r, mode="drop"),
     )
-    logits_bv = qwen.head_logits(params, cfg, hidden_bd.astype(dtype))
-    return _readable(_emit(slots, logits_bv[from_s], fresh_s), layout)
+    return _readable(slots, layout)
+
+
+def _read_starts(starts_rn: jax.Array) -> tuple[jax.Array, jax.Array, RowFacts]:
+    fields: Any = START.fields
+
+    def column(name: str) -> jax.Array:
+        kind, offset = fields[name][:2]
+        first, words = offset // 4, kind.itemsize // 4
+        x = jax.lax.bitcast_convert_type(starts_rn[:, first : first + words], kind.base)
+        return x if kind.shape else x[:, 0]
+
+    cut = Truncation(column("top_k"), column("top_p"), column("min_p"))
+    facts = column("key"), column("temperature"), cut, column("stop"), column("budget")
+    return column("slot"), column("source"), RowFacts(*facts)
 
 
 @partial(
@@ -173,8 +211,7 @@ def decode(params, slots, *, cfg, steps, read_length, dtype, layout):
             dtype=dtype,
             layout=layout,
         )
-        live_s = slots.live_s
-        slots = slots._replace(cache=cache, position_s=slots.position_s + live_s)
-        return step + 1, _emit(slots, qwen.head_logits(params, cfg, hidden_sd), live_s)
+        slots = slots._replace(cache=cache, position_s=slots.position_s + slots.live_s)
+        return step + 1, _emit(slots, qwen.head_logits(params, cfg, hidden_sd))
 
     return _readable(jax.lax.while_loop(alive, advance, (jnp.int32(0), slots))[1], layout)

@@ -212,39 +212,30 @@ class Engine:
         """Start rows in their slots, all that share a prompt from the same prefill."""
         rows, length = source.prefix["k"].shape[1:3]
         self._about_to_run("insert", rows, length)
-        slots = len(self._rows)
-        source_s = np.full(slots, -1, np.int32)
-        facts = programs.RowFacts(
-            np.zeros((slots, 2), np.uint32),
-            np.zeros(slots, np.float32),
-            programs.Truncation(
-                np.zeros(slots, np.int32), np.ones(slots, np.float32), np.zeros(slots, np.float32)
-            ),
-            np.full((slots, programs.MAX_STOPS), -1, np.int32),
-            np.zeros(slots, np.int32),
-        )
-        for prompt, started in members.items():
-            for slot, row in started:
-                source_s[slot] = source.rows[prompt]
-                facts.key_s2[slot] = row.key
-                facts.temperature_s[slot] = row.temperature
-                facts.cut.top_k_s[slot] = row.top_k
-                facts.cut.top_p_s[slot] = row.top_p
-                facts.cut.min_p_s[slot] = row.min_p
-                facts.stop_sn[slot, : len(row.stop_ids)] = row.stop_ids
-                facts.budget_s[slot] = row.max_new
-                self._count_s[slot] = 1
-        source_s, facts = self._to_device((source_s, facts))
-        self._slots = programs.insert(
-            self._params,
-            self._slots,
-            source.hidden_bd,
-            source.prefix,
-            source.lengths_b,
-            source_s,
-            facts,
-            **self._static,
-        )
+        started = [(slot, row) for some in members.values() for slot, row in some]
+        most = self.prefill_rows[-1]
+        for first in range(0, len(started), most):
+            self._slots = programs.insert(
+                self._params,
+                self._slots,
+                source.hidden_bd,
+                source.prefix,
+                source.lengths_b,
+                self._to_device(self._starts(source, started[first : first + most])),
+                **self._static,
+            )
+
+    def _starts(self, source: Prefilled, started: list[tuple[int, Row]]) -> np.ndarray:
+        """What `insert` is told of these rows, int32 [prefill_rows, words]."""
+        starts_r = np.zeros(self.prefill_rows[-1], programs.START)
+        starts_r["slot"] = len(self._rows)
+        for r, (slot, row) in enumerate(started):
+            stops = (*row.stop_ids, *[-1] * (programs.MAX_STOPS - len(row.stop_ids)))
+            cut = row.top_k, row.top_p, row.min_p
+            facts = row.key, row.temperature, *cut, stops, row.max_new
+            starts_r[r] = (slot, source.rows[row.prompt], *facts)
+            self._count_s[slot] = 1
+        return starts_r.view(np.int32).reshape(len(starts_r), -1)
 
     def _to_device(self, arrays):
         """The only host-to-device transfers of a rollout: one a prefill and one an insert."""
