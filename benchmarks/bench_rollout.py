@@ -252,7 +252,8 @@ class TunixEngine:
     def submit(self, rows):
         self.rows = list(rows)
 
-    def step(self):
+    def step(self, meanwhile):
+        meanwhile()
         rows, self.rows = self.rows, []
         prompts = [row.prompt for row in rows]
         # Always as many rows: other shapes would be compiled anew.
