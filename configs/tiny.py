@@ -29,7 +29,7 @@ def get_config():
     c.method.probes = 2
     c.method.bare = 2
     c.method.audits = 16
-    c.rollout.slots = 32
+    c.rollout.slots = 24
     c.rollout.chunk = 4
     c.rollout.prefill_rows = 8
     c.rollout.buckets = (24, 40, 64, 160)
