@@ -23,8 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from sage_jax.core.places import unusable
 from sage_jax.report import plots, study
 from sage_jax.roles import ROLES
+from sage_jax.spelling import hint
 
 RUNNER = (sys.executable, "-m", "sage_jax.main")
 STOPPED = 143
@@ -215,6 +217,7 @@ def _names(text: str) -> list[str]:
     if unknown := [name for name in names if name not in SETTINGS]:
         raise argparse.ArgumentTypeError(
             f"unknown setting {', '.join(unknown)}; known are {', '.join(SETTINGS)}"
+            + "".join(hint(name, SETTINGS) for name in unknown)
         )
     if not names:
         raise argparse.ArgumentTypeError(f"name at least one of {', '.join(SETTINGS)}")
@@ -257,6 +260,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     if not options.table_only and not options.config.is_file():
         parser.error(f"--config={options.config}: no such file")
     options.output = options.output or options.workdir / PAGE
+    if reason := unusable(options.output, folder=False):
+        parser.error(f"--output={options.output}: {reason}")
     if options.figure is None:
         options.figure = str(options.workdir / FIGURE)
     if options.figure:

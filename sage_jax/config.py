@@ -12,6 +12,8 @@ from typing import Any
 
 import ml_collections
 
+from sage_jax.spelling import hint
+
 ROLES = ("challenger", "planner", "solver", "critic")
 INF = float("inf")
 LARGEST = {int: 2**31 - 1, float: 3e38}  # what arrays of 32 bits hold: no infinity
@@ -250,7 +252,8 @@ def _field_problems(name: str, value: Any) -> list[str]:
     if type(value) is not kind and not (kind is float and type(value) is int):
         return [f"{name}={value!r}: expected {kind.__name__} ({field.unit}: {field.help})"]
     if field.choices and value not in field.choices:
-        return [f"{name}={value!r}: choose one of {', '.join(map(str, field.choices))}"]
+        known = ", ".join(field.choices)
+        return [f"{name}={value!r}: choose one of {known}{hint(value, field.choices)}"]
     members: Any = value if kind is tuple else ()
     if any(not isinstance(x, field.item) or type(x) is bool for x in members):
         return [f"{name}={value!r}: expected {field.item.__name__} members ({field.unit})"]
@@ -286,7 +289,10 @@ def _cross_problems(c: Any) -> list[str]:
     if bad := [i for i in c.tokens.stop_ids if not 0 <= i <= LARGEST[int]]:
         problems.append(f"tokens.stop_ids={bad!r}: give token ids, integers from 0 up")
     if unknown := [r for r in c.method.train_roles if r not in ROLES]:
-        problems.append(f"method.train_roles={unknown!r}: choose among {', '.join(ROLES)}")
+        problems.append(
+            f"method.train_roles={unknown!r}: choose among {', '.join(ROLES)}"
+            + "".join(hint(role, ROLES) for role in unknown)
+        )
     if not c.method.train_roles:
         problems.append("method.train_roles=(): nothing would be trained; name at least one role")
     if not c.tasks.seeds:

@@ -1,6 +1,7 @@
 """Held-out accuracy on the same engine, judged by the verifiers alone."""
 
 import json
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -18,6 +19,12 @@ def first_of_each_domain(tasks: Sequence[Task], limit: int) -> list[Task]:
     if not limit:
         return list(tasks)
     return [t for d in DOMAINS for t in [t for t in tasks if t.domain == d][:limit]]
+
+
+def set_of(tasks: Sequence[Task]) -> dict[str, int]:
+    """Count and digest of validation items, in any order, as the metrics that tell them apart."""
+    rows = sorted(json.dumps(task.to_json(), sort_keys=True) for task in tasks)
+    return {"valid/items": len(rows), "valid/set": zlib.crc32("\n".join(rows).encode())}
 
 
 def harder_than_seeds(tasks: Sequence[Task], pool: Pool) -> list[Task]:

@@ -7,12 +7,15 @@ import sys
 import threading
 from pathlib import Path
 
+import ml_collections
 from absl import flags
 from ml_collections import config_flags
 
 from sage_jax import config as schema
 from sage_jax import overrides
 from sage_jax.core import ending
+from sage_jax.core.places import unusable
+from sage_jax.spelling import hint
 
 # Its advice about absent frameworks is not for users of this project.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
@@ -27,6 +30,8 @@ MODES = {
     "dryrun": "does a run fit the chips of --topology? compiled for them, none of them needed",
 }
 NEEDS_CONFIG = ("train", "sft", "eval")
+# Modes that read a run; the first two do so, unless model.path is given, in the default place too.
+READS_RUN = ("eval", "export", "generate", "score")
 NEEDS_FILES = {"generate": ("input", "output"), "score": ("input", "output"), "export": ("output",)}
 
 FLAGS = flags.FLAGS
@@ -34,7 +39,7 @@ overrides.register_list_parser()
 CONFIG = config_flags.DEFINE_config_file(
     "config", schema.__file__, "Config file; its fields are changed with --config.a.b=value."
 )
-MODE = flags.DEFINE_enum("mode", "train", list(MODES), "What to do.")
+MODE = flags.DEFINE_string("mode", "train", "What to do.")
 WORKDIR = flags.DEFINE_string("workdir", "", "Where a run lives (default: runs/<config name>).")
 INPUT = flags.DEFINE_string("input", "", "JSON lines to read (generate, score).")
 OUTPUT = flags.DEFINE_string(
@@ -110,6 +115,9 @@ def parse(argv: list[str]) -> None:
         raise UsageError(str(error).strip().splitlines()[0]) from error
     if rest[1:]:
         raise UsageError(f"unexpected argument {rest[1]!r}; options start with --")
+    if MODE.value not in MODES:
+        known = ", ".join(MODES)
+        raise UsageError(f"--mode={MODE.value}: choose one of {known}{hint(MODE.value, MODES)}")
     if MODE.value in NEEDS_CONFIG and not FLAGS["config"].present:
         raise UsageError(
             f"--mode={MODE.value} needs --config=FILE, such as configs/tiny.py; --help tells more"
@@ -125,24 +133,23 @@ def parse(argv: list[str]) -> None:
     to_output = MODE.value in NEEDS_FILES or (MODE.value == "dryrun" and OUTPUT.value)
     name, target = ("output", OUTPUT) if to_output else ("workdir", WORKDIR)
     folder = not (to_output and MODE.value != "export")
-    if target.value and (reason := _unusable(Path(target.value), folder)):
+    if target.value and (reason := unusable(Path(target.value), folder)):
         raise UsageError(f"--{name}={target.value}: {reason}")
+    if MODE.value == "export" and any(Path(OUTPUT.value).glob("*")):
+        raise UsageError(f"--output={OUTPUT.value}: is not empty; choose a new folder")
     if INPUT.value and OUTPUT.value and Path(OUTPUT.value).exists():
         if Path(OUTPUT.value).samefile(INPUT.value):
             raise UsageError(f"--output={OUTPUT.value}: is the input; choose another file")
 
 
-def _unusable(path: Path, folder: bool) -> str:
-    """Why no file (or folder) can be made or written there; "" when it can."""
-    try:
-        if path.exists() and path.is_dir() != folder:
-            return "is a file, not a folder" if folder else "is a folder, not a file"
-        there = next(p for p in (path, *path.absolute().parents) if p.exists())
-        if there != path and not there.is_dir():
-            return f"{there} is a file"
-    except OSError as error:
-        return str(error)
-    return "" if os.access(there, os.W_OK) else f"{there} is not writable"
+def read_config(workdir: Path) -> ml_collections.FrozenConfigDict:
+    """The config of the command line; that of a run's model where the mode reads a run."""
+    config, given = CONFIG.value, config_flags.get_override_values(FLAGS["config"])
+    found = WORKDIR.value or (MODE.value in READS_RUN[:2] and "model.path" not in given)
+    if MODE.value in READS_RUN and found:
+        for line in overrides.take_model_of_run(config, given, workdir):
+            print(f"sage_jax: as the run in {workdir} has it: {line}", file=sys.stderr)
+    return schema.validate(config)
 
 
 def main(argv: list[str]) -> int:
@@ -157,18 +164,18 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         parse(argv)
-        config = schema.validate(CONFIG.value)
+        name = Path(config_flags.get_config_filename(FLAGS["config"])).stem
+        workdir = Path(WORKDIR.value or f"runs/{name}")
+        config = read_config(workdir)
         if MODE.value != "dryrun":
             start()  # before anything can ask JAX for its devices
         # Only now: a mistyped flag should not cost the seconds that JAX takes to load.
         from sage_jax import modes
 
-        overrides = config_flags.get_override_values(FLAGS["config"])
-        name = Path(config_flags.get_config_filename(FLAGS["config"])).stem
-        workdir = Path(WORKDIR.value or f"runs/{name}")
+        given = config_flags.get_override_values(FLAGS["config"])
         files = (Path(INPUT.value), Path(OUTPUT.value))
         job = modes.Job(
-            config, overrides, workdir, *files, named=bool(WORKDIR.value), topology=TOPOLOGY.value
+            config, given, workdir, *files, named=bool(WORKDIR.value), topology=TOPOLOGY.value
         )
         return modes.run(MODE.value, job, StopRequest())
     except (UsageError, schema.ConfigError, SourceError, IsolationError, ProcessError) as error:

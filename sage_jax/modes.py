@@ -7,6 +7,7 @@ import json
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -14,6 +15,7 @@ from sage_jax import config as schema
 from sage_jax import offline
 from sage_jax.core import hosts
 from sage_jax.core.checkpoint import CheckpointError, Checkpoints
+from sage_jax.core.places import missing, remove_empty
 from sage_jax.evaluate import Evaluator, first_of_each_domain, write_answers
 from sage_jax.methods.graph import Cancelled
 from sage_jax.methods.measure import accuracy, all_samples
@@ -54,14 +56,25 @@ class Job:
     topology: str = ""
 
 
+MADE_AT_START = ("metrics.jsonl", "episodes.jsonl", "lock", "checkpoints")
+
+
 @contextlib.contextmanager
 def sole_use(workdir: Path) -> Iterator[None]:
-    """Make the folder and keep other runs out of it. ConfigError while one is in there."""
+    """Make the folder and keep other runs out of it. ConfigError while one is in there.
+
+    What ends before anything was written, such as a refused start, leaves no trace.
+    """
+    made = missing(workdir, MADE_AT_START) if hosts.first() else []
     with contextlib.ExitStack() as held:
-        with hosts.together():
-            if hosts.first():
-                _lock(workdir, held)
-        yield
+        try:
+            with hosts.together():
+                if hosts.first():
+                    _lock(workdir, held)
+            yield
+        except BaseException:
+            remove_empty(made)
+            raise
 
 
 def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
@@ -173,8 +186,8 @@ def run_eval(job: Job, stop) -> int:
     names = list(config.eval.benchmarks) or [config.valid.path]
     policy = "eval" if config.eval.benchmarks else "reward"
     with hosts.together():
-        job.workdir.mkdir(parents=True, exist_ok=True)
-        suites = {name: sources.load([name]) for name in names}
+        loaded = sources.load_apart([name] for name in names)
+        suites = dict(zip(names, loaded, strict=True))
         method = Sage(config, make_prompts(config))
     results = {}
     with (
@@ -212,6 +225,7 @@ def run_eval(job: Job, stop) -> int:
                 "masked": sum(s.judged.masked for s in samples) / len(samples),
             }
             if hosts.first():
+                job.workdir.mkdir(parents=True, exist_ok=True)
                 write_answers(job.workdir / f"eval_{number}_{Path(name).stem}.jsonl", episodes)
             say(f"{name}: accuracy {results[name]['accuracy']:.4f} on {len(samples)} items")
     summary = {"model": origin, "policy": policy, "results": results}
@@ -226,7 +240,6 @@ def _offline(work: Callable) -> Callable[[Job, Callable], int]:
         setup_logging(quiet=quiet)
         place = placement(job.config)
         with hosts.together():
-            job.output.parent.mkdir(parents=True, exist_ok=True)
             lines = f"{zlib.crc32(job.input.read_bytes()):08x}"
         hosts.check_same({"--input": lines})
         with Progress(1, quiet=quiet) as progress:
@@ -299,9 +312,9 @@ def run_sft(job: Job, stop) -> int:
         checkpoint_every=c.checkpoint.every or c.sft.steps,
     )
     with sole_use(job.workdir):
-        schema.dump(c, job.overrides, job.workdir / "config.json")
         try:
-            folder = sft(settings, job.workdir, stop)
+            record = partial(schema.dump, c, job.overrides, job.workdir / "config.json")
+            folder = sft(settings, job.workdir, stop, record)
         except (OSError, ValueError) as error:
             raise schema.ConfigError(str(error)) from error
     if folder is None:

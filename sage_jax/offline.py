@@ -21,6 +21,7 @@ from sage_jax.rollout.decode import MAX_STOPS
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.row import Row
 from sage_jax.runtime import Model, Placement, decode_weights
+from sage_jax.spelling import hint
 
 GENERATE_FIELDS = {
     "id": str,
@@ -80,7 +81,7 @@ def _row_problem(row: object, fields: dict[str, type]) -> str:
         return "not a JSON object; write {...} on one line"
     for name, value in row.items():
         if name not in fields:
-            return f"unknown field {name!r}; known: {', '.join(fields)}"
+            return f"unknown field {name!r}; known: {', '.join(fields)}{hint(name, fields)}"
         kind = (int, float) if fields[name] is float else fields[name]
         if not isinstance(value, kind) or isinstance(value, bool):
             return f"{name}={value!r:.80}: expected {fields[name].__name__}"
@@ -103,7 +104,10 @@ def _token_problem(name: str, ids: list, vocab_size: int) -> str:
 
 def _output(target: Path) -> TextIO:
     """The file to write, which of several processes the first one does."""
-    return open(target if hosts.first() else os.devnull, "w")
+    if not hosts.first():
+        return open(os.devnull, "w")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    return open(target, "w")
 
 
 def _generate_problem(row: dict, vocab_size: int) -> str:

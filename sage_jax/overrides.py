@@ -1,12 +1,22 @@
-"""Fields on the command line: --config.a.b=value, lists comma-separated."""
+"""What goes over a config file: --config.a.b=value on the command line, lists comma-separated, and
+what a run says of the model in its checkpoints."""
 
 import ast
+import json
 import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
 
-from sage_jax.config import SCHEMA, nearest
+from sage_jax.config import SCHEMA, ConfigError, flatten, nearest
+
+# Of a run, what its checkpoints cannot be read without, and the two that may be given otherwise:
+# its model may have moved, its compute type is free.
+MADE_WITH = ("lora.rank", "lora.alpha")
+MODEL_OF_RUN = (*MADE_WITH, "model.path", "model.dtype")
 
 
 class ListParser(flags.ArgumentParser):
@@ -44,3 +54,39 @@ def unknown_overrides(argv: list[str]) -> list[str]:
     return [
         f"--config.{m[1]}: unknown field{nearest(m[1])}" for m in names if m and m[1] not in SCHEMA
     ]
+
+
+def take_model_of_run(config: Any, given: Mapping[str, Any], workdir: Path) -> list[str]:
+    """Set the fields of the model in `config` to what the run in `workdir` recorded, but for those
+    `given` on the command line; nothing where it has no checkpoint or no config.json.
+
+    Returns what of the config file was set aside, as "field=value, not value". ConfigError naming
+    both values when a given one contradicts the checkpoints.
+    """
+    path = workdir / "config.json"
+    if not path.is_file() or not any((workdir / "checkpoints").glob("[0-9]*")):
+        return []
+    try:
+        rows = json.loads(path.read_bytes())
+        recorded = {name: rows[name]["value"] for name in MODEL_OF_RUN}
+    except (ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"{path}: is not the config of a run; bring it back, or move it"
+        ) from error
+    if not given.get("lora.alpha"):  # 0 stands for twice the rank
+        given = {name: value for name, value in given.items() if name != "lora.alpha"}
+    if wrong := [n for n in MADE_WITH if n in given and given[n] != recorded[n]]:
+        told = "\n  ".join(f"{n}={given[n]!r}: {path} has {recorded[n]!r}" for n in wrong)
+        raise ConfigError(f"{told}\n  leave {' and '.join(wrong)} out: the run's own are taken")
+    before, aside = flatten(config), []
+    for name, value in recorded.items():
+        if name in given:
+            continue
+        if before[name] not in (value, SCHEMA[name].default):
+            aside.append(f"{name}={value!r}, not {before[name]!r}")
+        group, leaf = name.split(".")
+        with config[group].ignore_type():  # whether it is one is checked with all others
+            config[group][leaf] = value
+    if "lora.path" not in given:
+        config.lora.path = ""  # where it started from: the adapter is that of the checkpoint
+    return aside

@@ -96,6 +96,18 @@ def changed_fields(before: dict, config) -> list[str]:
     ]
 
 
+def changed_validation(before: dict[str, int] | None, now: dict[str, int]) -> str:
+    """What it means that the validation items are not those of the checkpoint; "" if they are."""
+    if before == now:
+        return ""
+    had = f"{before['valid/items']} there" if before else "not recorded there"
+    return (
+        f"validates on other items than the checkpoint ({had}, {now['valid/items']} now): "
+        "train.rollback, the best checkpoint and the closing line compare accuracies from here on "
+        "only"
+    )
+
+
 def saved_parts(state: TrainState) -> dict:
     """The saved parts of a state. The KL reference is the starting model: loaded, not saved."""
     rest = {"opt_state": state.opt_state, "step": state.step, "skipped": state.skipped}

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sage_jax.spelling import hint
 from sage_jax.tasks.task import DOMAINS, PublicTask, argument_tuple
 
 CHALLENGER, PLANNER, SOLVER, CRITIC = "challenger", "planner", "solver", "critic"
@@ -188,7 +189,7 @@ def load_prompts(name_or_dir: str | Path) -> PromptSet:
     if not folder.is_dir():
         raise ValueError(
             f"prompts {str(name_or_dir)!r}: no such folder and no packaged set; use "
-            f"{', '.join(names)} or the path of a folder"
+            f"{', '.join(names)} or the path of a folder{hint(name_or_dir, names)}"
         )
     templates, problems = {}, []
     for kind in KINDS:

@@ -17,7 +17,7 @@ from sage_jax import roles
 from sage_jax.config import ConfigError, flatten
 from sage_jax.core import hosts
 from sage_jax.core.checkpoint import CheckpointError, Checkpoints
-from sage_jax.evaluate import first_of_each_domain
+from sage_jax.evaluate import first_of_each_domain, set_of
 from sage_jax.learn.optimizer import UpdateSettings, lr_factor, make_optimizer, with_lr_factor
 from sage_jax.learn.update import TrainState, Update, init_state
 from sage_jax.methods.sage import Sage
@@ -26,7 +26,7 @@ from sage_jax.report.episodes import EpisodeWriter
 from sage_jax.report.jsonl import cut
 from sage_jax.report.metrics import MetricsWriter
 from sage_jax.report.progress import Progress
-from sage_jax.resume import changed_fields, restore_newest, saved_parts
+from sage_jax.resume import changed_fields, changed_validation, restore_newest, saved_parts
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.verdicts import SharedVerifier
 from sage_jax.runtime import (
@@ -61,6 +61,7 @@ class Run:
     method: Sage
     pool: Pool
     valid_items: list[Task]
+    valid_set: dict[str, int]  # count and digest of valid_items, as logged
     verifier: Verifier | SharedVerifier
     engine: Engine
     update: Update
@@ -106,6 +107,7 @@ class Run:
 
     def host_state(self) -> dict:
         state = {"step": self.step, "pool": self.pool.to_json(), "config": flatten(self.config)}
+        state["valid"] = self.valid_set
         if self.model.lora is not None:
             state["base"] = self.model.fingerprint
         return state
@@ -128,9 +130,9 @@ def update_settings(config) -> UpdateSettings:
 
 
 def load_tasks(config) -> tuple[list[Task], list[Task]]:
-    """Seeds and validation tasks. ConfigError when a step asks for more than there is."""
-    seeds = sources.load(config.tasks.seeds)
-    valid = sources.load([config.valid.path])
+    """Seeds and validation tasks. SourceError naming all that is wrong with them; ConfigError when
+    a step asks for more than there is."""
+    seeds, valid = sources.load_apart([config.tasks.seeds, [config.valid.path]])
     pool = make_pool(config, seeds, valid)
     kept = pool.seeds.values()  # without those met in validation
     present = {domain: sum(t.domain == domain for t in kept) for domain in DOMAINS}
@@ -178,8 +180,12 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
         method = Sage(config, make_prompts(config))
     hosts.check_same(_digests(config, method, seeds, valid))
     place = placement(config)
+    valid_items = first_of_each_domain(valid, config.valid.limit)
+    valid_set = set_of(valid_items)
     try:
-        checkpoints = Checkpoints(workdir / "checkpoints", config.checkpoint.keep)
+        checkpoints = Checkpoints(
+            workdir / "checkpoints", config.checkpoint.keep, valid_set["valid/set"]
+        )
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     fresh, done = checkpoints.latest is None, checkpoints.latest or 0
@@ -189,6 +195,7 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
             Progress(
                 config.train.steps,
                 done,
+                validates=config.valid.every,
                 stream=None if hosts.first() else io.StringIO(),
                 quiet=config.report.quiet or not hosts.first(),
                 heartbeat=config.report.heartbeat,
@@ -197,6 +204,7 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
         verifier = stack.enter_context(make_verifier(config, "reward"))
         progress.stage(f"loading {config.model.path}")
         model = load_model(config, place)
+        engine = make_engine(config, model.cfg, place, notice=progress.stage)
         settings = update_settings(config)
         updates = config.optim.epochs * config.optim.minibatches
         tx = make_optimizer(settings, max(config.train.steps, 1), updates)
@@ -214,6 +222,8 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
             pool = Pool.from_json(host["pool"], valid, seeds, **pool.settings)
             for line in changed_fields(host["config"], config):
                 progress.note(f"continues with another {line}")
+            if line := changed_validation(host.get("valid"), valid_set):
+                progress.note(line)
         # Held by the state alone, which gives them to the first update.
         if model.adapter is None:
             model.params = state.params
@@ -232,9 +242,10 @@ def start(config, workdir: Path, stop: Callable[[], bool]) -> Iterator[Run]:
             place=place,
             method=method,
             pool=pool,
-            valid_items=first_of_each_domain(valid, config.valid.limit),
+            valid_items=valid_items,
+            valid_set=valid_set,
             verifier=verifier,
-            engine=make_engine(config, model.cfg, place, notice=progress.stage),
+            engine=engine,
             update=Update(model.cfg, settings, roles.ROLES, tx, state, place.update),
             state=state,
             step=done,
@@ -294,7 +305,8 @@ def report(run: Run, figures: dict) -> None:
     row["shortened"] = cut_short / prompts if prompts else None
     run.metrics.write(row)
     shown = {name: row[name] for name in SHOWN if row.get(name) is not None}
-    run.progress.step(run.step, shown, compiled=run.compiles.new() > 0)
+    compiled, validation = run.compiles.new() > 0, seconds["validate"]
+    run.progress.step(run.step, shown, compiled=compiled, validation=validation)
     tell_shortened(run, prompts, cut_short)
 
 

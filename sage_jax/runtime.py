@@ -24,6 +24,7 @@ from sage_jax.roles import PromptSet, load_prompts
 from sage_jax.rollout.decode import MAX_STOPS
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.verdicts import SharedVerifier
+from sage_jax.spelling import hint
 from sage_jax.verify import Verifier
 
 ASSETS = Path(__file__).parent / "assets"
@@ -35,8 +36,11 @@ def model_path(name: str) -> str:
         return name
     folder = ASSETS / name.removeprefix("asset:")
     if not folder.is_dir():
-        known = ", ".join(sorted(p.parent.name for p in ASSETS.glob("*/config.json")))
-        raise ConfigError(f"model.path={name!r}: no such packaged model; there is {known}")
+        known = sorted(f"asset:{p.parent.name}" for p in ASSETS.glob("*/config.json"))
+        raise ConfigError(
+            f"model.path={name!r}: no such packaged model; there is {', '.join(known)}"
+            f"{hint(name, known)}"
+        )
     return str(folder)
 
 

@@ -29,6 +29,7 @@ from sage_jax.models import hf, qwen_params
 from sage_jax.models.qwen_config import QwenConfig
 from sage_jax.report.progress import logger
 from sage_jax.roles import PromptSet, load_prompts
+from sage_jax.spelling import hint
 from sage_jax.tasks.task import PublicTask
 from sage_jax.tasks.tiny_demos import Demo, demonstrations
 
@@ -76,12 +77,15 @@ class State(NamedTuple):
 
 
 def sft(
-    settings: SftSettings, workdir: Path, should_stop: Callable[[], bool] = lambda: False
+    settings: SftSettings,
+    workdir: Path,
+    should_stop: Callable[[], bool] = lambda: False,
+    begins: Callable[[], None] = lambda: None,
 ) -> Path | None:
     """Trains for `steps` updates and exports a Hugging Face folder `workdir/model`; returns it.
 
     Continues from the last checkpoint in `workdir`. When `should_stop` says so it saves and
-    returns None.
+    returns None. `begins` is called when nothing of the input can be refused any more.
     """
     # The cheap checks first: a bad line should not cost the loading of a model.
     cfg = hf.read_config(resolve(settings.model_path))
@@ -101,6 +105,7 @@ def sft(
             raise CheckpointError(
                 f"{error}, or of another model than {settings.model_path}; choose another --workdir"
             ) from error
+    begins()
     examples = islice(examples, done * settings.batch, None)
     started, counted = time.monotonic(), 0
     for step in range(done + 1, settings.steps + 1):
@@ -182,7 +187,10 @@ def end_of_turn(tokens: Tokens) -> int:
 def _read(path: Path, settings: SftSettings, tokens: Tokens) -> list[Example]:
     """Rows of a JSONL file of `messages` (chat, up to the response) and `response`."""
     if not path.is_file():
-        raise ValueError(f"sft.data={settings.data!r} is neither {TINY_WORLD!r} nor a JSONL file")
+        near = hint(settings.data, [TINY_WORLD])
+        raise ValueError(
+            f"sft.data={settings.data!r} is neither {TINY_WORLD!r} nor a JSONL file{near}"
+        )
     end, examples, problems = end_of_turn(tokens), [], []
     content = path.read_bytes().removeprefix(codecs.BOM_UTF8)
     for number, line in enumerate(content.split(b"\n"), 1):

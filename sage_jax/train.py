@@ -158,4 +158,4 @@ def validate(run: Run, **hooks: Callable) -> dict[str, float | None]:
     evaluator = Evaluator(run.config, run.engine, run.verifier, run.model.tokens, run.method)
     figures = evaluator.figures(run.valid_items, run.pool, stage=run.notice, **hooks)
     run.engine.release()
-    return figures
+    return figures | run.valid_set

@@ -10,16 +10,17 @@ ROOT = Path(__file__).parent.parent
 
 
 class Pair:
-    """`python *args` twice, told apart by PROCESS_ID; a context manager that leaves none behind."""
+    """`python *args` twice, told apart by PROCESS_ID; a context manager that leaves none behind.
 
-    def __init__(self, folder, *args):
+    counts: what each is told to be the number of processes."""
+
+    def __init__(self, folder, *args, counts=(2, 2)):
         folder.mkdir(parents=True, exist_ok=True)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"127.0.0.1:{free.getsockname()[1]}"
         env = os.environ | {
             "COORDINATOR_ADDRESS": address,
-            "NUM_PROCESSES": "2",
             "JAX_PLATFORMS": "cpu",
             "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
             # Programs run for moments here, and each process compiles them anew.
@@ -33,7 +34,7 @@ class Pair:
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, "-u", *map(str, args)],
-                        env=env | {"PROCESS_ID": str(i)},
+                        env=env | {"PROCESS_ID": str(i), "NUM_PROCESSES": str(counts[i])},
                         stdout=file,
                         stderr=subprocess.STDOUT,
                         cwd=ROOT,

@@ -158,3 +158,23 @@ def test_another_model_path_says_whose_weights_are_used(config):
         "model.path: 'asset:tiny-qwen3', not 'old'; the weights are those of the checkpoint, only "
         "the tokenizer comes from there"
     )
+
+
+def test_the_best_checkpoint_is_one_that_was_measured_on_the_present_items(tmp_path):
+    folder, trees = tmp_path / "checkpoints", saved_parts(state(0))
+
+    def saved(measured_on, *accuracies):
+        checkpoints = Checkpoints(folder, keep=1, measured_on=measured_on)
+        start = (checkpoints.latest or 0) + 1
+        bests = [checkpoints.best]
+        for step, accuracy in enumerate(accuracies, start):
+            checkpoints.save(step, trees, {}, accuracy)
+            bests.append(checkpoints.best)
+        kept = checkpoints.steps
+        checkpoints.close()
+        return bests, kept
+
+    assert saved(7, 0.9, 0.8) == ([None, 1, 1], [2, 1])
+    # Of other items: 0.9 there says nothing about 0.5 here, and no longer takes its place.
+    assert saved(8, 0.5, 0.4, None) == ([None, 3, 3, 3], [5, 3])
+    assert saved(8) == ([3], [5, 3]) and saved(7) == ([None], [5, 3])

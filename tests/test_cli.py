@@ -54,7 +54,8 @@ def offline(mode, folder, tmp_path, rows, **fields):
         (("--config=configs/none.py",), "none.py"),
         (("--mode=train",), "--config=FILE"),
         ((), "--config=FILE, such as configs/tiny.py; --help tells more"),
-        (("--mode=trian", "--config=configs/tiny.py"), "trian"),
+        (("--mode=trian", "--config=configs/tiny.py"), "did you mean train?"),
+        (("--config=configs/tiny.py", "--config.method.name=saeg"), "did you mean sage?"),
         (("--mode=generate", "--output=x"), "--input"),
         (("--mode=score", "--input=missing.jsonl", "--output=x"), "missing.jsonl"),
         (("--mode=export",), "--output"),
@@ -65,6 +66,8 @@ def offline(mode, folder, tmp_path, rows, **fields):
         (("--config=configs/tiny.py", f"--workdir={'x' * 300}"), "too long"),
         (("--mode=score", "--input=README.md", "--output=docs"), "is a folder, not a file"),
         (("--mode=generate", "--input=README.md", "--output=./README.md"), "is the input"),
+        (("--mode=export", "--output=docs"), "--output=docs: is not empty; choose a new folder"),
+        (("--mode=export", f"--output={'x' * 300}"), "too long"),
     ],
 )
 def test_a_bad_command_line_ends_with_2_and_one_clear_line(args, part):

@@ -1,7 +1,11 @@
 """The start of several processes: what the environment says, and what is an error."""
 
+import subprocess
+import sys
+
 import pytest
 
+from sage_jax.core import rendezvous
 from sage_jax.core.distributed import DistributedError, Processes, find, start
 
 SLURM = {
@@ -108,11 +112,21 @@ def test_a_machine_without_tpus_asks_for_no_metadata():
     assert find({}, lambda key: pytest.fail(f"asked for {key}")) is None
 
 
-def test_start_hands_jax_what_was_found():
-    given = []
-    assert start(PLAIN, initialize=lambda **kwargs: given.append(kwargs))
-    start(GKE, initialize=lambda **kwargs: given.append(kwargs))
-    assert start({}, initialize=lambda **kwargs: given.append(kwargs)) is None
+def test_start_hands_jax_what_was_found_and_all_agreed_on():
+    given, told = [], []
+    hooks = {
+        "initialize": lambda **kwargs: given.append(kwargs),
+        "agree": lambda *x: told.append(x),
+    }
+    assert start(PLAIN, **hooks)
+    start(SLURM, **hooks)
+    start(GKE, **hooks)
+    assert start({}, **hooks) is None
+    assert told == [
+        ("10.0.0.1:999", rendezvous.Told(3, 4, "NUM_PROCESSES"), 300),
+        ("node07:62344", rendezvous.Told(2, 4, "SLURM_NTASKS"), 300),
+    ]
+    del given[1]
     plain, tpu = given
     assert plain == tpu | {
         "coordinator_address": "10.0.0.1:999",
@@ -130,7 +144,21 @@ def nobody(**settings):
 
 def test_processes_that_do_not_come_are_an_error_with_the_remedy():
     with pytest.raises(DistributedError, match=r"4 processes did not find .*DEADLINE.*start all"):
-        start(PLAIN, initialize=nobody)
+        start(PLAIN, initialize=nobody, agree=lambda *_: None)
+
+
+def test_a_start_of_jax_that_never_ends_is_ended_with_2_and_the_remedy():
+    program = (
+        "import time\n"
+        "from sage_jax.core import distributed\n"
+        "distributed.START_TIMEOUT = 0.1\n"
+        f"distributed.start({GKE}, initialize=lambda **_: time.sleep(60))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=50
+    )
+    assert done.returncode == 2
+    assert "Cloud TPU: the 3 processes did not find together (within 0.1 s)" in done.stderr
 
 
 def test_the_front_door_ends_with_2_when_the_others_do_not_come(monkeypatch, capsys):
@@ -139,9 +167,7 @@ def test_the_front_door_ends_with_2_when_the_others_do_not_come(monkeypatch, cap
     for name, value in PLAIN.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("sage_jax.core.distributed._initialize", nobody)
-    monkeypatch.setattr(front, "parse", lambda argv: None)
-    monkeypatch.setattr(front.schema, "validate", lambda config: config)
-    monkeypatch.setattr(front, "CONFIG", type("Holder", (), {"value": None}))
-    monkeypatch.setattr(front, "MODE", type("Holder", (), {"value": "train"}))
-    assert front.main(["sage_jax"]) == 2
+    monkeypatch.setattr("sage_jax.core.rendezvous.agree", lambda *_: None)
+    argv = ["sage_jax", "--mode=score", "--input=README.md", "--output=scores.jsonl"]
+    assert front.main(argv) == 2
     assert "4 processes" in capsys.readouterr().err

@@ -407,3 +407,12 @@ def test_page_and_readme_are_filled_from_results(tmp_path):
 )
 def test_durations_are_readable(seconds, words):
     assert report.duration(seconds) == words
+
+
+def test_a_refused_dry_run_leaves_no_folder(sizes_only, tmp_path):
+    output = tmp_path / "deep" / "found.json"
+    with pytest.raises(ConfigError):
+        mode.run(small(sizes_only, mesh__data=3), "cpu:8", output)
+    assert not output.parent.exists()
+    with pytest.raises(ConfigError, match="is a folder, not a file; choose another --output"):
+        mode.run(small(sizes_only), "cpu:8", tmp_path)

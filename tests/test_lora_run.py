@@ -10,6 +10,7 @@ import pytest
 from greedy import pad
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
+from test_cli import run as command_line
 from test_lora import LORA, RANK, learner_gap, prompts
 from test_train import Killed, job, rows, small_config
 from test_update import assert_trees_equal
@@ -150,6 +151,28 @@ def test_the_exported_model_gives_the_logits_of_base_and_adapter(config, finishe
     assert np.abs(logits(params, cfg) - logits(model.params, cfg)).max() > 0.1
 
 
+def test_a_run_is_read_without_being_told_its_rank_again(config, finished, tmp_path):
+    here = ("--config.mesh.data=1", f"--workdir={finished[0]}")
+    out = tmp_path / "adapter"
+    form = ("--mode=export", "--config.lora.export=adapter", f"--output={out}")
+    done = command_line(*here, *form)
+    assert done.returncode == 0, done.stderr
+    adapter = json.loads((out / "adapter_config.json").read_text())
+    assert (adapter["r"], adapter["lora_alpha"]) == (RANK, 8)
+    (tmp_path / "in.jsonl").write_text('{"id": "a", "tokens": [5, 6, 7, 8]}\n')
+    files = (f"--input={tmp_path}/in.jsonl", f"--output={tmp_path}/out.jsonl")
+    done = command_line("--mode=score", *here, *files)
+    assert done.returncode == 0, done.stderr
+    got = json.loads((tmp_path / "out.jsonl").read_text())["logps"]
+    logps = jax.nn.log_softmax(whole_logits(trained(config, finished[0]), [5, 6, 7, 8]))
+    np.testing.assert_allclose(got, [logps[i, t] for i, t in enumerate([6, 7, 8])], atol=1e-4)
+
+
+def whole_logits(model, tokens):
+    hidden = qwen.forward(model.weights, model.cfg, np.array([tokens]))
+    return qwen.head_logits(model.weights, model.cfg, hidden)[0]
+
+
 @pytest.fixture(scope="module")
 def folder(config, finished, tmp_path_factory):
     """The finished run's adapter in PEFT's format."""
@@ -252,3 +275,13 @@ def test_tensors_that_do_not_fit_are_all_named(config, folder, tmp_path):
 def test_supervised_fine_tuning_refuses_an_adapter(config, tmp_path):
     with pytest.raises(ConfigError, match="lora.rank=4: --mode=sft trains all weights"):
         modes.run_sft(job(config, tmp_path), lambda: False)
+
+
+def test_a_refused_fine_tuning_leaves_the_work_directory_as_it_was(config, tmp_path):
+    refused = small_config(config.model.path, sft__data="absent.jsonl")
+    for workdir in (tmp_path / "run", tmp_path):
+        (tmp_path / "config.json").write_text("of an earlier run")
+        with pytest.raises(ConfigError, match="absent.jsonl"):
+            modes.run_sft(job(refused, workdir), lambda: False)
+        assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+        assert (tmp_path / "config.json").read_text() == "of an earlier run"

@@ -148,3 +148,13 @@ def test_a_wrong_folder_or_file_ending_is_named(tmp_path):
     (folder / "metrics.jsonl").write_text("")
     with pytest.raises(ValueError, match="no step is finished yet"):
         plots.run_figure([folder], tmp_path / "a.svg")
+
+
+def test_an_unusable_output_is_refused_before_anything_is_read(tmp_path, capsys):
+    (tmp_path / "folder.svg").mkdir()
+    (tmp_path / "file").touch()
+    for name, part in (("folder.svg", "is a folder"), ("file/a.svg", "file is a file")):
+        with pytest.raises(SystemExit):
+            plots.main([str(tmp_path / "absent"), f"--output={tmp_path / name}"])
+        said = capsys.readouterr().err
+        assert part in said and "choose another file" in said

@@ -161,6 +161,14 @@ def test_a_failing_process_ends_the_other_with_its_reason(tmp_path):
         assert "Traceback" in both.log(1)
 
 
+def test_two_processes_that_were_told_different_numbers_end_with_2_and_both(tmp_path):
+    args = ("-m", "sage_jax.main", "--mode=score", "--input=README.md", f"--output={tmp_path}/out")
+    with Pair(tmp_path, *args, counts=(2, 3)) as both:
+        assert both.wait(60) == [2, 2]
+        for i in range(2):
+            assert "NUM_PROCESSES=3 in process 1, but NUM_PROCESSES=2 in process 0" in both.log(i)
+
+
 # ------------------------------------------------------------------------- a run by the front door
 
 

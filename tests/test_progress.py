@@ -83,6 +83,22 @@ def test_the_eta_leaves_out_steps_that_compiled_and_the_validation_before_the_fi
     assert stream.getvalue().endswith("step 10/10    2.0 s/step\n")
 
 
+@pytest.mark.parametrize(
+    ("validates", "total", "left"), [(4, 10, 7 * 2 + 3 * 30), (0, 10, 7 * 2 + 30), (5, 10, 74)]
+)
+def test_the_eta_counts_steps_and_validations_apart(clock, validates, total, left):
+    stream = io.StringIO()
+    bar = Progress(total, validates=validates, stream=stream, clock=clock, heartbeat=0)
+    for step, validation in ((0, 40), (1, 0), (2, 30), (3, 0)):
+        clock.now += 2 + validation
+        bar.step(step, {}, validation=validation)
+    # Not yet known better after step 1 than from the validation before the first.
+    assert stream.getvalue().endswith(f"2.0 s/step  ETA {duration(left)}\n")
+    clock.now += 32
+    bar.step(total, {}, validation=30)
+    assert "ETA" not in stream.getvalue().splitlines()[-1]
+
+
 def test_the_closing_line_tells_first_last_and_best_accuracy(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "loss": 1}]

@@ -11,7 +11,7 @@ import pytest
 
 from sage_jax.overrides import ListParser
 from sage_jax.tasks import sources
-from sage_jax.tasks.sources import SourceError, load
+from sage_jax.tasks.sources import SourceError, load, load_apart
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 
@@ -66,6 +66,16 @@ def test_every_bad_line_of_every_file_is_listed_at_once(tmp_path):
     assert "no such file" in found[3]
     assert "'maths': use 'math' or 'code'" in found[5]
     assert f"field 'id' is 'a', which {one}:1 has" in found[6]
+
+
+def test_groups_are_loaded_apart_and_the_problems_of_all_are_listed(tmp_path):
+    one = write(tmp_path / "one.jsonl", row("a"))
+    two = write(tmp_path / "two.jsonl", row("a"), "{")
+    assert [[task.id for task in tasks] for tasks in load_apart([[one], [one]])] == [["a"], ["a"]]
+    with pytest.raises(SourceError) as caught:
+        load_apart([["none.jsonl", two], [one], ["gone.jsonl"], [two]])
+    places = [text.partition(": ")[0] for text in caught.value.problems]
+    assert places == ["none.jsonl", f"{two}:2", "gone.jsonl"]
 
 
 @pytest.mark.parametrize("name", ["NaN", "Infinity", "-Infinity"])
@@ -227,9 +237,35 @@ def test_every_source_on_the_page_about_seeds_is_read_as_it_says():
 def test_a_package_that_a_data_set_needs_is_named(tmp_path, monkeypatch):
     tfds = pytest.importorskip("tensorflow_datasets")
 
-    def unprepared(name, **_):
-        raise ImportError("absent", name="needed")
+    def failing(error):
+        def unprepared(name, **_):
+            raise error
 
-    monkeypatch.setattr(tfds, "data_source", unprepared)
-    (found,) = problems(f"tfds:gsm8k/train?domain=math&data_dir={tmp_path}")
-    assert "it needs the package 'needed': pip install needed" in found
+        monkeypatch.setattr(tfds, "data_source", unprepared)
+        return problems(f"tfds:gsm8k/train?domain=math&data_dir={tmp_path}")[0]
+
+    want = "it needs the package 'needed': pip install needed"
+    assert want in failing(ImportError("absent", name="needed"))
+    wrapped = ImportError("Failed to write: absent")  # as tfds does on the way out
+    wrapped.__cause__ = ImportError("absent", name="needed")
+    assert want in failing(wrapped)
+    assert "DLL load failed; install what is missing" in failing(ImportError("DLL load failed"))
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets.text.gsm8k", None)
+    assert "it needs the package 'tensorflow_datasets.text.gsm8k'" in failing(ValueError("unknown"))
+
+
+def test_a_data_set_that_is_not_prepared_is_written_without_tensorflow(monkeypatch):
+    tfds, asked = pytest.importorskip("tensorflow_datasets"), []
+    rows = [{"question": b"What is 1 + 1?", "answer": b"#### 2"}]
+
+    def data_source(name, **settings):
+        asked.append((name, settings["split"], settings["builder_kwargs"]))
+        return rows
+
+    monkeypatch.setattr(tfds, "data_source", data_source)
+    (task,) = load(["tfds:gsm8k/train[:1]?domain=math"])
+    assert task.question == "What is 1 + 1?"
+    assert asked == [("gsm8k", "train[:1]", {"file_format": "array_record"})]
+    needed = (Path(__file__).parents[1] / "requirements.txt").read_text().splitlines()
+    assert any(line.startswith("importlib_resources>=") for line in needed)
+    assert "name it as hf:FOLDER" in problems("tfds:huggingface:gsm8k/train")[0]

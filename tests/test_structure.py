@@ -20,6 +20,7 @@ SOURCES = {str(p.relative_to(PACKAGE)): p.read_text() for p in sorted(PACKAGE.rg
 # A unit is a module of sage_jax or a package in it. It imports itself and units of rows above its
 # own, never one beside it.
 LAYERS = (
+    ("spelling",),
     ("config", "core", "verify"),
     ("tasks", "models", "recipes", "overrides"),
     ("roles",),
@@ -33,7 +34,7 @@ LAYERS = (
     ("main",),
 )
 # Host code that must start in milliseconds and can never hold a device array.
-JAX_FREE = ("config", "overrides", "verify", "tasks", "roles", "report", "main")
+JAX_FREE = ("spelling", "config", "overrides", "verify", "tasks", "roles", "report", "main")
 JAX_FREE_MODULES = ("learn/advantages.py", "learn/pack.py", "core/rng.py")
 JAX_LIBRARIES = {"jax", "jaxlib", "flax", "optax", "orbax", "chex"}
 

@@ -19,6 +19,7 @@ from sage_jax.core import hosts
 from sage_jax.core.ending import ProcessError
 
 METRIC = "valid/accuracy"
+MEASURED_ON = "valid/set"
 READ_FAULTS = (KeyError, OSError, TypeError, ValueError)
 
 
@@ -26,34 +27,34 @@ class CheckpointError(ValueError):
     """A folder of checkpoints that cannot be used; the message says which and what to do."""
 
 
-def _accuracy(metrics: dict) -> float:
-    return metrics[METRIC]
-
-
 class Checkpoints:
     """The numbered checkpoints of a run; half-written ones are never seen.
 
-    Keeps the newest `keep` and the best by validation accuracy. CheckpointError when the folder
-    cannot be made.
+    Keeps the newest `keep` and the best by validation accuracy. Accuracies compare only on the same
+    items: those on others than `measured_on`, the digest of the present ones, rank below all that
+    are on these. CheckpointError when the folder cannot be made.
     """
 
-    def __init__(self, folder: Path, keep: int):
-        self._folder = folder
+    def __init__(self, folder: Path, keep: int, measured_on: int = 0):
+        self._folder, self._measured_on = folder, measured_on
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CheckpointError(f"{folder}: cannot be made a folder ({error})") from error
         # Below that it remarks on every save without an accuracy.
         logging.getLogger("absl").setLevel(logging.ERROR)
-        best = policies.BestN(get_metric_fn=_accuracy, n=1, keep_checkpoints_without_metrics=False)
+        best = policies.BestN(get_metric_fn=self._rank, n=1, keep_checkpoints_without_metrics=False)
         self._manager = ocp.CheckpointManager(
             folder.absolute(),
             options=ocp.CheckpointManagerOptions(
-                best_fn=_accuracy,
+                best_fn=self._rank,
                 preservation_policy=policies.AnyPreservationPolicy([policies.LatestN(keep), best]),
                 enable_async_checkpointing=False,
             ),
         )
+
+    def _rank(self, metrics: dict) -> float:
+        return metrics[METRIC] - 2 * (metrics.get(MEASURED_ON, 0) != self._measured_on)
 
     @property
     def latest(self) -> int | None:
@@ -67,22 +68,28 @@ class Checkpoints:
 
     @property
     def best(self) -> int | None:
-        """Step of the checkpoint with the best validation accuracy, None if none was measured."""
-        return self._manager.best_step()
+        """Step of the checkpoint with the best accuracy on the present validation items, None if
+        none was measured on them."""
+        step = self._manager.best_step()
+        return step if step is not None and self._rank(self._metrics(step)) >= 0 else None
 
     def accuracy(self, step: int) -> float:
         """The validation accuracy that `step` was saved with."""
+        return self._metrics(step)[METRIC]
+
+    def _metrics(self, step: int) -> dict:
         metrics: Any = self._manager.metrics(step)
-        return metrics[METRIC]
+        return metrics or {METRIC: -1.0}  # saved without an accuracy
 
     def save(self, step: int, arrays: dict[str, Any], host: dict, accuracy: float | None) -> None:
         """Write named array trees and the JSON-able `host` facts as one step; returns when it is
         on disk."""
+        measured = {METRIC: accuracy, MEASURED_ON: self._measured_on}
         items = {name: ocp.args.StandardSave(tree) for name, tree in arrays.items()}
         self._manager.save(
             step,
             args=ocp.args.Composite(**items, host=ocp.args.JsonSave(host)),
-            metrics=None if accuracy is None else {METRIC: accuracy},
+            metrics=None if accuracy is None else measured,
             force=True,
         )
         self._manager.wait_until_finished()

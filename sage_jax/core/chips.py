@@ -13,6 +13,8 @@ from typing import Any
 
 import jax
 
+from sage_jax.spelling import hint
+
 GIB = 2**30
 # Without a TPU libtpu asks for where it runs and complains at length; programs are compiled only.
 _QUIET = {
@@ -95,7 +97,8 @@ def find(name: str) -> tuple[Sequence[Any], Chip]:
         devices = _cpu_devices(int(count))
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         return devices, Chip("cpu", memory // len(devices))
-    raise ValueError(f"--topology={name}: choose one of {describe()}")
+    near = hint(name, (*TOPOLOGIES, "gpu", "cpu:8"))
+    raise ValueError(f"--topology={name}: choose one of {describe()}{near}")
 
 
 def _tpu_devices(name: str) -> Sequence[Any]:

@@ -9,20 +9,24 @@ A single process starts nothing. Otherwise the first of these that is there coun
     TPU      TPU_WORKER_HOSTNAMES and TPU_WORKER_ID (GKE), or the metadata of a Cloud TPU VM
 """
 
+import contextlib
 import importlib.util
 import os
 import re
+import sys
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sage_jax.core import ending
+from sage_jax.core import ending, rendezvous
 
 PORT = 1234  # of the coordinator where none is given
 START_TIMEOUT = 300  # seconds to wait for the other processes
+GRACE = 60  # seconds after it in which JAX may still wait
 HEARTBEAT_TIMEOUT = 100  # seconds after which a silent process counts as dead, which ends all
 _METADATA = "http://metadata.google.internal/computeMetadata/v1/instance/attributes/"
 
@@ -36,7 +40,7 @@ class Processes:
     """The processes of a run, and this one among them.
 
     `coordinator` (host:port) and `index` are None where JAX finds them itself. `local_devices`
-    restricts a process to some GPUs of its host, None leaves it all.
+    restricts a process to some GPUs of its host, None leaves it all. `variable` gave the count.
     """
 
     source: str
@@ -44,6 +48,7 @@ class Processes:
     index: int | None = None
     coordinator: str | None = None
     local_devices: tuple[int, ...] | None = None
+    variable: str = field(default="", compare=False)
 
 
 def start(
@@ -51,11 +56,12 @@ def start(
     *,
     initialize: Callable[..., Any] | None = None,
     metadata: Callable[[str], str] | None = None,
+    agree: Callable[[str, rendezvous.Told, float], None] | None = None,
 ) -> Processes | None:
     """Start `jax.distributed` for a run of several processes; to be called before any device.
 
-    Returns them, None for a single process. DistributedError when the environment contradicts
-    itself, or the others do not come within START_TIMEOUT.
+    Returns them, None for a single process. ProcessError when the environment contradicts itself
+    or that of another process, or the others do not come within START_TIMEOUT.
     """
     processes = find(environ, metadata or _metadata)
     if processes is None:
@@ -64,7 +70,9 @@ def start(
         "initialization_timeout": START_TIMEOUT,
         "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT,
     }
-    if processes.coordinator is not None:
+    if processes.coordinator is not None and processes.index is not None:
+        told = rendezvous.Told(processes.index, processes.count, processes.variable)
+        (agree or rendezvous.agree)(processes.coordinator, told, START_TIMEOUT)
         settings |= {
             "coordinator_address": processes.coordinator,
             "num_processes": processes.count,
@@ -73,15 +81,32 @@ def start(
             # Otherwise JAX under SLURM leaves a process one GPU, even if it is alone on its node.
             "cluster_detection_method": "deactivate",
         }
+    lost = (
+        f"{processes.source}: the {processes.count} processes did not find together (%s); start "
+        "all of them, with the same coordinator, whose port all hosts must reach"
+    )
     try:
-        (initialize or _initialize)(**settings)
+        with _bounded(START_TIMEOUT, lost % f"within {START_TIMEOUT} s"):
+            (initialize or _initialize)(**settings)
     except RuntimeError as error:
-        raise DistributedError(
-            f"{processes.source}: the {processes.count} processes did not find together "
-            f"({str(error).splitlines()[0]}); start all of them, with the same coordinator, whose "
-            "port all hosts must reach"
-        ) from error
+        raise DistributedError(lost % str(error).splitlines()[0]) from error
     return processes
+
+
+@contextlib.contextmanager
+def _bounded(seconds: float, why: str) -> Iterator[None]:
+    """Ends this process with `why` and exit code 2 when what is within takes longer."""
+
+    def give_up() -> None:
+        print(f"sage_jax: {why}", file=sys.stderr)
+        ending.end_now(2)
+
+    watch = threading.Timer(seconds, give_up)
+    watch.start()
+    try:
+        yield
+    finally:
+        watch.cancel()
 
 
 def _initialize(**settings: Any) -> None:
@@ -90,6 +115,8 @@ def _initialize(**settings: Any) -> None:
 
     # It would take SIGTERM for itself, on which a run of ours saves.
     jax.config.update("jax_enable_preemption_service", False)
+    # Its own end would be an abort.
+    settings["initialization_timeout"] += GRACE
     jax.distributed.initialize(**settings)
     ending.watch(distributed.global_state.client, distributed.global_state.process_id)
 
@@ -170,7 +197,8 @@ def _explicit(
             f"{count[0]}={total}, but COORDINATOR_ADDRESS is not set: give the host:port of "
             "process 0, the same in every process"
         )
-    return Processes(source, total, number, _address(environ, *coordinator))
+    address = _address(environ, *coordinator)
+    return Processes(source, total, number, address, variable=count[0])
 
 
 def _address(environ: Mapping[str, str], name: str, value: str) -> str:
@@ -209,7 +237,7 @@ def _slurm(environ: Mapping[str, str]) -> Processes | None:
     given = _same(environ, "COORDINATOR_ADDRESS", "JAX_COORDINATOR_ADDRESS")
     coordinator = f"{host[1]}{host[2] or ''}:{environ.get('JAX_COORDINATOR_PORT') or port}"
     address = _address(environ, *(given or ("JAX_COORDINATOR_PORT", coordinator)))
-    return Processes("SLURM", count, index, address, _slurm_devices(environ))
+    return Processes("SLURM", count, index, address, _slurm_devices(environ), name)
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:

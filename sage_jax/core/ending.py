@@ -68,7 +68,7 @@ class Peers:
                 why = f"process {failure['process']} of this run has failed: {failure['why']}"
                 print(f"sage_jax: {why}; this process ends as well", file=sys.stderr, flush=True)
                 self._linger()
-                _end(failure["code"])
+                end_now(failure["code"])
 
     def _linger(self) -> None:
         """The service is process 0's: without it the others are aborted before they have heard."""
@@ -92,7 +92,7 @@ def leave(code: int, why: str = "") -> int:
     without the end of JAX, which would wait for the others; they are told, and end too."""
     if code and _peers is not None and not _peers.met_at_end():
         _peers.tell(code, why or f"exit code {code}, see its log")
-        _end(code)
+        end_now(code)
     return code
 
 
@@ -101,7 +101,8 @@ def _fail(kind: type[BaseException], error: BaseException, trace: TracebackType 
     leave(1, f"{kind.__name__}: {error}".splitlines()[0])
 
 
-def _end(code: int) -> None:
+def end_now(code: int) -> None:
+    """End this process without the end of JAX, which would wait for the others."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

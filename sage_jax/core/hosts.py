@@ -21,6 +21,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sage_jax.core.ending import ProcessError
+from sage_jax.core.places import missing, remove_empty
 
 SMALLEST = 1024  # bytes; longer texts are padded to a power of two, so that few shapes are compiled
 SEEN_WITHIN = 20.0  # seconds in which a file system shows one host what another has written
@@ -139,11 +140,12 @@ def check_same(facts: Mapping[str, str]) -> None:
 
 
 def check_shared(folder: Path) -> None:
-    """ProcessError unless all processes see what process 0 writes in `folder`, which it makes."""
+    """ProcessError unless all processes see what process 0 writes in `folder`, which is made for
+    the time where it is not there."""
     if count() == 1:
         return
     mark = gather(secrets.token_hex(8))[0]
-    file = folder / MARK
+    file, made = folder / MARK, missing(folder)
     with together():
         if first():
             folder.mkdir(parents=True, exist_ok=True)
@@ -151,6 +153,7 @@ def check_shared(folder: Path) -> None:
     seen = gather(_shows(file, mark))
     if first():
         file.unlink()
+        remove_empty(made)
     if not all(seen):
         blind = ", ".join(str(i) for i, sees in enumerate(seen) if not sees)
         raise ProcessError(

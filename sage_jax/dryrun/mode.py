@@ -13,6 +13,7 @@ import jax
 from sage_jax.config import ROLES, ConfigError, flatten
 from sage_jax.core import chips
 from sage_jax.core.model_files import read_object
+from sage_jax.core.places import unusable
 from sage_jax.dryrun import search
 from sage_jax.dryrun.measure import Measured, measure
 from sage_jax.dryrun.programs import StepPrograms
@@ -22,6 +23,7 @@ from sage_jax.models import costs, hf
 from sage_jax.models.qwen_config import QwenConfig
 from sage_jax.report import dryrun as report
 from sage_jax.runtime import ASSETS, check_positions, make_prompts, model_path, placement
+from sage_jax.spelling import hint
 
 SIZES = ASSETS / "qwen_sizes.json"
 
@@ -39,7 +41,7 @@ def read_sizes(path: str) -> QwenConfig:
     except (ValueError, OSError) as error:
         raise ConfigError(
             f"model.path={path}: {error}; give a folder with a config.json, or one of "
-            f"{', '.join(known)}"
+            f"{', '.join(known)}{hint(path, known)}"
         ) from error
 
 
@@ -52,10 +54,8 @@ def run(config: Any, topology: str, output: Path) -> int:
     cfg = read_sizes(config.model.path)
     check_positions(config, cfg)
     make_prompts(config)  # a wrong one should not cost the minutes of the compiler
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{output}: {error.strerror}; choose another --output") from error
+    if reason := unusable(output, folder=False):
+        raise ConfigError(f"{output}: {reason}; choose another --output")
 
     def build(changed: Any) -> StepPrograms:
         return StepPrograms(changed, cfg, placement(changed, devices))
@@ -82,6 +82,7 @@ def run(config: Any, topology: str, output: Path) -> int:
     given = _without(sys.argv[1:], ("output", "workdir"))
     result["command"] = shlex.join(["python", "-m", "sage_jax.main", *given])
     print(report.text(result))
+    output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result, indent=1) + "\n")
     return 0 if result["fits"] else 1
 

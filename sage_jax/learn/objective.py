@@ -94,7 +94,7 @@ def micro_objective(
     """This micro-batch's part of the loss, and (sums, maxima) over its tokens for the metrics.
 
     `role_tokens_r` counts the completion tokens of each role in the whole update. `entropy_bt` is
-    read with optim.entropy_coef only.
+    needed with optim.entropy_coef only.
     """
     mask_bt = completion_mask(micro)
 
@@ -112,7 +112,7 @@ def micro_objective(
     if settings.importance_cap:
         weight_bt = importance_weight(old_bt, sampler_bt, settings.importance_cap)
         loss_bt *= weight_bt
-    if settings.entropy_coef:
+    if entropy_bt is not None:
         loss_bt -= settings.entropy_coef * keep(entropy_bt)
     if ref_logp_bt is not None:
         kl_bt = kl_k3(logp_bt, keep(ref_logp_bt))

@@ -192,7 +192,7 @@ class Update:
     def _zeros(self, state: TrainState) -> Accumulator:
         names = ("loss", "gap", "clipped", "dual_clipped", "weight", "kl", "tokens")
         zero = jnp.zeros(())
-        sums = dict.fromkeys(names, zero)
+        sums: Metrics = dict.fromkeys(names, zero)
         grads = jax.tree.map(jnp.zeros_like, state.params)
         return Accumulator(grads, sums, {"ratio": zero, "gap": zero})
 

@@ -143,6 +143,10 @@ _TABLE = {
         "parse; hard: items of a level above every seed's; sampled: mean of 4 samples at "
         "temperature 1",
     ),
+    "valid/items": Metric("tasks", "validation items"),
+    "valid/set": Metric(
+        "CRC-32", "digest of those items: valid/* and effect/* compare only where it is the same"
+    ),
     "effect/planner": Metric(
         "-1..1",
         "on held-out tasks at temperature 1: accuracy of answers that saw the plan, whatever its "

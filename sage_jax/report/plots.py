@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sage_jax.core.places import unusable
 from sage_jax.report import study as studies
 from sage_jax.report.study import BASELINE, EFFECTS, Rows, Study, curve, read_rows, summary
 
@@ -62,6 +63,8 @@ def check_output(path: Path) -> None:
     """ValueError, naming the remedy, when no figure can be drawn into this file."""
     if path.suffix not in SUFFIXES:
         raise ValueError(f"{str(path)!r}: a figure ends in {' or '.join(SUFFIXES)}")
+    if reason := unusable(path, folder=False):
+        raise ValueError(f"{str(path)!r}: {reason}; choose another file")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError('figures need matplotlib: pip install "sage_jax[plots]"')
 

@@ -1,6 +1,5 @@
 """What a person sees while training runs: one line a step, and a heartbeat when nothing moves."""
 
-import json
 import logging
 import math
 import shutil
@@ -11,6 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TextIO
+
+from sage_jax.report.study import read_rows
 
 PENDING_SHOWN = 3
 RATE_STEPS = 20  # steps whose mean duration gives the ETA
@@ -32,7 +33,8 @@ def setup_logging(stream: TextIO | None = None, quiet: bool = False) -> logging.
 
 
 class Progress:
-    """Progress of `total` steps, of which `done` were finished by earlier runs.
+    """Progress of `total` steps, of which `done` were finished by earlier runs. Every `validates`
+    steps (0: at none but the last) a validation takes time of its own.
 
     On a terminal the status is one line, rewritten in place; elsewhere a plain line a step.
     `heartbeat` is the number of seconds without news after which a background thread says which
@@ -45,18 +47,21 @@ class Progress:
         total: int,
         done: int = 0,
         *,
+        validates: int = 0,
         stream: TextIO | None = None,
         quiet: bool = False,
         heartbeat: float = 20.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._total, self._done = total, done
+        self._total, self._done, self._validates = total, done, validates
         self._updates = 0  # of this process
         self._stream = stream or sys.stderr
         self._quiet = quiet
         self._terminal = self._stream.isatty()
         self._clock = clock
-        self._clean: deque[float] = deque(maxlen=RATE_STEPS)  # seconds of steps without compiling
+        # Seconds without validation, of steps without compiling; and of the last validation.
+        self._clean: deque[float] = deque(maxlen=RATE_STEPS)
+        self._validation = 0.0
         self._shortest = math.inf
         self._width = 0
         self._status = ""
@@ -80,25 +85,38 @@ class Progress:
             if name != self._stage:
                 self._stage, self._stage_start = name, self._clock()
 
-    def step(self, step: int, shown: Mapping[str, float], *, compiled: bool = False) -> None:
-        """Reports a finished step with the figures to show beside it. Steps in which programs were
-        `compiled`, and the first of this process in any case, say nothing about the pace."""
+    def step(
+        self,
+        step: int,
+        shown: Mapping[str, float],
+        *,
+        compiled: bool = False,
+        validation: float = 0.0,
+    ) -> None:
+        """Reports a finished step with the figures to show beside it; `validation` seconds of it
+        were one. Steps in which programs were `compiled`, and the first of this process in any
+        case, say nothing about the pace."""
         now = self._clock()
         with self._lock:
             seconds = now - self._step_start
             self._step_start = self._news = now
-            pace = self._pace(seconds, compiled, step) if step > self._done else duration(seconds)
+            self._validation = validation or self._validation
+            pace = (
+                self._pace(seconds, validation, compiled, step)
+                if step > self._done
+                else duration(seconds)
+            )
             self._done = step
             figures = "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
             self._status = f"step {step}/{self._total}  {figures}  {pace}"
             self._show(self._status)
 
-    def _pace(self, seconds: float, compiled: bool, step: int) -> str:
+    def _pace(self, seconds: float, validation: float, compiled: bool, step: int) -> str:
         self._updates += 1
         if self._updates > 1:
-            self._shortest = min(self._shortest, seconds)
+            self._shortest = min(self._shortest, seconds - validation)
             if not compiled:
-                self._clean.append(seconds)
+                self._clean.append(seconds - validation)
         left = self._total - step
         pace = f"{seconds:.1f} s/step"
         if left <= 0:
@@ -106,7 +124,13 @@ class Progress:
         if self._updates == 1:
             return f"{pace}, compiling included  ETA after the next step"
         mean = sum(self._clean) / len(self._clean) if self._clean else self._shortest
-        return f"{pace}  ETA {duration(mean * left)}"
+        return f"{pace}  ETA {duration(mean * left + self._validation * self._validations(step))}"
+
+    def _validations(self, step: int) -> int:
+        """How many are still to come after `step`."""
+        if not self._validates:
+            return 1
+        return -(-self._total // self._validates) - step // self._validates
 
     def _beat(self) -> None:
         while not self._stop.wait(min(1.0, self._heartbeat / 4)):
@@ -183,12 +207,10 @@ def duration(seconds: float) -> str:
 
 
 def accuracy_summary(path: Path) -> str:
-    """What became of valid/accuracy over a run, from its metrics.jsonl, in one line."""
-    measured = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        row = json.loads(line)
-        if "valid/accuracy" in row:
-            measured.append((row["step"], row["valid/accuracy"]))
+    """What became of valid/accuracy over a run, from its metrics.jsonl, in one line: on the
+    validation items that were measured last."""
+    rows = [row for row in read_rows(path) if "valid/accuracy" in row]
+    measured = [(int(row["step"]), row["valid/accuracy"]) for row in rows]
     if not measured:
         return "accuracy: not measured in this run"
     (_, first), (last_step, last) = measured[0], measured[-1]

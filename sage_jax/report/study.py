@@ -66,7 +66,18 @@ def read_rows(path: Path, steps: int | None = None) -> Rows:
             raise ValueError(f"{path}:{number}: not a JSON row with a step") from error
         if keep:
             rows.append(row)
-    return rows
+    return _on_last_items(rows)
+
+
+def _on_last_items(rows: Rows) -> Rows:
+    """The rows, less what was measured on other validation items than the last figures."""
+    sets = [row.get("valid/set") for row in rows if "valid/accuracy" in row]
+    return [
+        row
+        if "valid/accuracy" not in row or row.get("valid/set") == sets[-1]
+        else {name: x for name, x in row.items() if not name.startswith(("valid/", "effect/"))}
+        for row in rows
+    ]
 
 
 def curve(runs: Iterable[Rows], name: str) -> dict[int, list[float]]:

@@ -11,10 +11,8 @@ are given literally. Where columns are mapped, an answer is what follows its las
 in its last \\boxed{}, or all of it.
 """
 
-import contextlib
 import importlib
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -22,6 +20,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl
 
+from sage_jax.spelling import hint
 from sage_jax.tasks.task import KEY_FIELDS, Task, row_problems
 
 PRINTED_PROBLEMS = 20
@@ -98,6 +97,21 @@ def load(specs: Iterable[str]) -> list[Task]:
     return tasks
 
 
+def load_apart(groups: Iterable[Iterable[str]]) -> list[list[Task]]:
+    """`load` of each group by itself, so that an id may come in several. Raises SourceError with
+    the problems of all of them."""
+    loaded: list[list[Task]] = []
+    problems: list[str] = []
+    for specs in groups:
+        try:
+            loaded.append(load(specs))
+        except SourceError as error:
+            problems += error.problems
+    if problems:
+        raise SourceError(list(dict.fromkeys(problems)))
+    return loaded
+
+
 class _Unusable(Exception):
     """A whole source that cannot be read; the text says why and what to do."""
 
@@ -116,6 +130,7 @@ def _parse(text: str) -> _Spec:
     if unknown:
         raise _Unusable(
             f"unknown field {', '.join(sorted(unknown))} after '?'; use {', '.join(MAPPED_FIELDS)}"
+            + "".join(hint(name, MAPPED_FIELDS) for name in sorted(unknown))
         )
     if kind == "tfds":
         rest, slash, name = rest.rpartition("/")
@@ -138,7 +153,10 @@ def _read_jsonl(spec: _Spec, problems: list[str]) -> _Rows:
 def _read_asset(spec: _Spec, problems: list[str]) -> _Rows:
     asset = resources.files("sage_jax") / "assets" / spec.location
     if not asset.is_file():
-        raise _Unusable("no such packaged file; see sage_jax/assets")
+        packaged = Path(str(resources.files("sage_jax") / "assets"))
+        known = [str(path.relative_to(packaged)) for path in packaged.glob("*/*.jsonl")]
+        near = hint(spec.location, known)
+        raise _Unusable(f"no such packaged file; there are {', '.join(sorted(known))}{near}")
     yield from _lines(f"asset:{spec.location}", asset.read_bytes(), problems)
 
 
@@ -159,17 +177,24 @@ def _no_constant(name: str) -> None:
 def _read_tfds(spec: _Spec, problems: list[str]) -> _Rows:
     import tensorflow_datasets as tfds
 
-    name = re.split("[/:]", spec.location)[0]
-    # Without TensorFlow a packaged data set is known only once its own module is imported.
-    for module in Path(tfds.__file__).parent.glob(f"*/{name}/__init__.py"):
-        with contextlib.suppress(ImportError):
-            importlib.import_module(f"{tfds.__name__}.{module.parent.parent.name}.{name}")
+    if spec.location.startswith("huggingface:"):
+        raise _Unusable("save that data set with save_to_disk and name it as hf:FOLDER")
+    name, folder = spec.location.split("/")[0], Path(tfds.__file__).parent
     try:
+        # Without TensorFlow a packaged data set is known only once its own module is imported.
+        for module in folder.glob(f"*/{name}/__init__.py") if name.isidentifier() else ():
+            importlib.import_module(f"{tfds.__name__}.{module.parent.parent.name}.{name}")
         source: Any = tfds.data_source(
-            spec.location, split=spec.split, data_dir=spec.columns.get("data_dir")
+            spec.location,
+            split=spec.split,
+            data_dir=spec.columns.get("data_dir"),
+            builder_kwargs={"file_format": "array_record"},  # others are written by TensorFlow
         )
     except ImportError as error:
-        raise _Unusable(f"it needs the package {error.name!r}: pip install {error.name}") from error
+        package = error.name or getattr(error.__cause__, "name", None)
+        if package is None:
+            raise _Unusable(f"{error}; install what is missing") from error
+        raise _Unusable(f"it needs the package {package!r}: pip install {package}") from error
     except (ValueError, OSError) as error:  # unknown data set or split, nothing prepared there
         reason = str(error).strip().splitlines()[0]
         raise _Unusable(f"{reason.rstrip('.')}; name it as tfds:NAME/SPLIT") from error
@@ -188,7 +213,8 @@ def _read_hf(spec: _Spec, problems: list[str]) -> _Rows:
         raise _Unusable("no data set there; give a folder written by save_to_disk") from error
     if isinstance(loaded, datasets.DatasetDict):
         if spec.split not in loaded:
-            raise _Unusable(f"choose a split with #: {', '.join(sorted(loaded))}")
+            near = hint(spec.split, loaded)
+            raise _Unusable(f"choose a split with #: {', '.join(sorted(loaded))}{near}")
         loaded = loaded[spec.split]
     for index, row in enumerate(loaded):
         yield f"{spec.text}[{index}]", row
@@ -205,7 +231,10 @@ def _of_split(spec: _Spec, rows: list[tuple[str, Any]], problems: list[str]) -> 
     ]
     if not kept:
         splits = sorted({str(row.get("split")) for _, row in rows})
-        problems.append(f"{spec.text}: no row of that split; the file has {', '.join(splits)}")
+        problems.append(
+            f"{spec.text}: no row of that split; the file has {', '.join(splits)}"
+            f"{hint(spec.split, splits)}"
+        )
     return kept
 
 
@@ -223,7 +252,10 @@ def _absent_columns(spec: _Spec, rows: list[tuple[str, Any]]) -> str:
         if field not in (*LITERAL_FIELDS, "data_dir")
     }
     absent = sorted(named - set(there))
-    return f"no column {', '.join(absent)}; it has {', '.join(sorted(there))}" if absent else ""
+    near = "".join(hint(name, there) for name in absent)
+    return (
+        f"no column {', '.join(absent)}; it has {', '.join(sorted(there))}{near}" if absent else ""
+    )
 
 
 def _mapped(spec: _Spec, index: int, raw: Any) -> Any:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from sage_jax.spelling import hint
 from sage_jax.verify.code import Limits, code_job, extract_code, reference_tests
 from sage_jax.verify.verdict import Job
 
@@ -248,7 +249,8 @@ def row_problems(row: Any) -> list[str]:
     for name in ("id", "question"):
         problems += _text_problem(row, name, f"give every task a non-empty {name}")
     if row.get("domain") not in DOMAINS:
-        problems.append(f"field 'domain' is {_show(row.get('domain'))}: use 'math' or 'code'")
+        near = hint(row.get("domain"), DOMAINS)
+        problems.append(f"field 'domain' is {_show(row.get('domain'))}: use 'math' or 'code'{near}")
     elif row["domain"] == "math":
         problems += _math_problems(row)
     else:
@@ -327,7 +329,8 @@ def _tests_problems(tests: Any) -> list[str]:
             return []
         return ["field 'tests' has no kind: use lists of assert lines under public and hidden"]
     if not isinstance(tests["kind"], str) or tests["kind"] not in TEST_KINDS:
-        return [f"field 'tests.kind' is {_show(tests['kind'])}: use {'|'.join(TEST_KINDS)}"]
+        near = hint(tests["kind"], TEST_KINDS)
+        return [f"field 'tests.kind' is {_show(tests['kind'])}: use {'|'.join(TEST_KINDS)}{near}"]
     wanted = TEST_KINDS[tests["kind"]]
     if tests["kind"] == "check":
         if isinstance(tests.get("code"), str) and "def check" in tests["code"]:

@@ -8,6 +8,7 @@ import os
 import sys
 from typing import Any, TextIO
 
+from sage_jax.spelling import one_of
 from sage_jax.verify.pool import POLICIES, Verifier
 from sage_jax.verify.sandbox import LEVELS, IsolationError
 from sage_jax.verify.verdict import Job, Verdict
@@ -19,12 +20,12 @@ CODE_FIELDS = ("cpu_ms", "output_tail", "isolation", "deterministic")
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 all rows judged, 1 some lines were bad, 2 usage or machine."""
     parser = argparse.ArgumentParser(prog="python -m sage_jax.verify")
-    parser.add_argument("domain", choices=("math", "code"))
+    parser.add_argument("domain", type=one_of("math", "code"), metavar="math|code")
     parser.add_argument("--input", required=True, help="JSONL, one row a line")
     parser.add_argument("--output", required=True, help="JSONL of verdicts in input order")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--policy", choices=POLICIES, default="eval")
-    parser.add_argument("--require_level", choices=(*LEVELS, "none"), default="B")
+    parser.add_argument("--policy", type=one_of(*POLICIES), default="eval")
+    parser.add_argument("--require_level", type=one_of(*LEVELS, "none"), default="B")
     options = parser.parse_args(arguments)
     if options.workers < 1:
         parser.error(f"--workers must be at least 1, got {options.workers}")
