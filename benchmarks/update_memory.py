@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--length", type=int, default=10240)
     parser.add_argument("--rows", type=int, default=0, help="0: one for each group of chips")
     parser.add_argument("--chunk", type=int, default=2048)
-    parser.add_argument("--remat", choices=("none", "dots", "full"), default="full")
+    parser.add_argument("--remat", choices=qwen.REMAT, default="attention")
     parser.add_argument("--lora", type=int, default=0, help="rank; 0: all weights are trained")
     args = parser.parse_args()
     if args.topology == "cpu":

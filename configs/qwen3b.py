@@ -15,4 +15,5 @@ from sage_jax.recipes import paper
 def get_config():
     c = paper("Qwen/Qwen2.5-3B-Instruct")
     c.mesh.tensor = 2  # it has 2 key/value heads
+    c.optim.micro_rows = 8  # one on each chip
     return c

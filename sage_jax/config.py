@@ -55,7 +55,11 @@ SCHEMA: dict[str, Field] = {
         choices=("float32", "bfloat16"),
     ),
     "model.remat": Field(
-        "none", "policy", "what the backward pass recomputes", choices=("none", "dots", "full")
+        "none",
+        "policy",
+        "what the backward pass recomputes: nothing, all but matrix products and attention, all "
+        "but attention, or all",
+        choices=("none", "dots", "attention", "full"),
     ),
     "model.attention": Field(
         "auto",

@@ -16,6 +16,7 @@ from sage_jax.core import hosts
 from sage_jax.core.mesh import whole
 from sage_jax.core.rng import row_key
 from sage_jax.learn.score import token_logps
+from sage_jax.report import jsonl
 from sage_jax.rollout.admission import bucket_of
 from sage_jax.rollout.decode import MAX_STOPS
 from sage_jax.rollout.engine import Engine
@@ -60,10 +61,9 @@ def read_lines(path: Path, fields: dict[str, type]) -> tuple[list[tuple[int, dic
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8"))
-            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
-        except (ValueError, RecursionError) as error:
-            problems.append(Problem(number, f"not a JSON object ({error})"))
+            row = jsonl.parse(line)
+        except ValueError as error:
+            problems.append(Problem(number, str(error)))
             continue
         text = _row_problem(row, fields)
         if not text and row["id"] in seen:

@@ -15,7 +15,7 @@ def paper(model_path: str) -> ml_collections.ConfigDict:
     c: Any = base()  # the stubs of ConfigDict give a field the types of all fields
     c.model.path = model_path
     c.model.dtype = "bfloat16"
-    c.model.remat = "full"
+    c.model.remat = "attention"
     c.lora.rank = 128
     c.tokens.max_prompt = 2048
     c.train.steps = 200

@@ -5,7 +5,6 @@ the whole batch. Rows come from scripted demonstrations of the tiny world or fro
 """
 
 import codecs
-import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ from sage_jax.learn.pack import MicroBatch, TrainRow, pack
 from sage_jax.learn.score import token_logps
 from sage_jax.models import hf, qwen_params
 from sage_jax.models.qwen_config import QwenConfig
+from sage_jax.report import jsonl
 from sage_jax.report.progress import logger
 from sage_jax.roles import PromptSet, load_prompts
 from sage_jax.spelling import hint
@@ -197,12 +197,11 @@ def _read(path: Path, settings: SftSettings, tokens: Tokens) -> list[Example]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line.decode("utf-8"))
-            json.dumps(row, ensure_ascii=False).encode()  # refuses half of a surrogate pair
+            row = jsonl.parse(line)
             if problem := _row_problem(row):
                 raise ValueError(problem)
             examples.append(encode(row["messages"], row["response"], tokens, end))
-        except (ValueError, RecursionError) as error:
+        except ValueError as error:
             problems.append(f"{path}:{number}: {error}")
     if problems:
         more = len(problems) - PRINTED_PROBLEMS

@@ -4,6 +4,7 @@ import dataclasses
 import importlib.util
 import json
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -147,6 +148,16 @@ def test_flops_count_loops_gradients_and_what_is_computed_again():
     assert flops.count(backward.jaxpr) == pytest.approx(4 * 3 * product, rel=0.1)
 
 
+def test_flops_leave_out_what_nothing_needs():
+    def unused(x):
+        jax.jit(jnp.dot)(x, x)
+        return x + 1
+
+    x = jnp.zeros((4, 4))
+    assert flops.count(jax.make_jaxpr(unused)(x)) == 0
+    assert flops.count(jax.make_jaxpr(lambda x: unused(x) @ x)(x)) == 2 * 4**3
+
+
 @pytest.mark.parametrize("rank", [0, 4])
 def test_the_formula_agrees_with_the_compiler_where_no_loop_hides_work(sizes_only, rank):
     config = small(sizes_only, lora__rank=rank)
@@ -215,9 +226,28 @@ def test_the_mode_prints_a_table_and_writes_its_twin(sizes_only, tmp_path, capsy
     names = ["cast", "prefill", "insert", "decode", "score", "update", "apply"]
     assert [p["name"] for p in result["programs"]] == names
     assert all(p["total"] > 0 and p["fits"] for p in result["programs"])
-    assert "fits: every program within 90% of HBM" in printed
+    assert "fits: every program within 90% of memory" in printed and "HBM" not in printed
     assert report.text(result) in printed
     assert [c["field"] for c in result["recommended"]] == ["most_slots", "most_micro_rows"]
+
+
+def test_a_place_that_takes_no_file_is_refused_before_anything_is_compiled(
+    sizes_only, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(mode, "measure", lambda program: pytest.fail("compiled"))
+    output = Path("/proc/result.json")
+    job = modes.Job(small(sizes_only), {}, tmp_path, tmp_path, output, topology="cpu:8")
+    with pytest.raises(ConfigError, match="/proc/result.json: .*; choose another --output"):
+        modes.run_dryrun(job, None)
+
+
+def test_a_refused_run_leaves_no_folder(sizes_only, tmp_path):
+    config = small(sizes_only, mesh__data=1, mesh__fsdp=1, mesh__tensor=3)
+    output = tmp_path / "new" / "result.json"
+    job = modes.Job(config, {}, tmp_path, tmp_path, output, topology="cpu:8")
+    with pytest.raises(ConfigError):
+        modes.run_dryrun(job, None)
+    assert not output.parent.exists()
 
 
 def test_a_run_that_does_not_fit_exits_1_and_is_told_what_would(sizes_only, tmp_path, monkeypatch):
@@ -294,6 +324,19 @@ def test_the_most_rows_of_a_pass_do_not_exceed_those_of_a_step(monkeypatch, tmp_
     tight = chips.Chip("x", 1120)
     assert search.most_micro_rows(config, fake.build, tight, found, 8, 30).value == 8
     assert len(fake.compiled) == 2, "what cannot fit is not compiled"
+
+
+def test_a_choice_that_the_compiler_refuses_gives_way_to_one_that_it_took(monkeypatch, tmp_path):
+    fake, config = Fake(monkeypatch, 10, 1), small(tmp_path)
+    straight = fake.of
+    monkeypatch.setattr(
+        fake, "of", lambda name, v: dataclasses.replace(straight(name, v), beside=v > 20 and 9999)
+    )
+    chip = chips.Chip("x", 2000)
+    choice = search.most_slots(config, fake.build, chip, {"decode": fake.of("decode", 16)}, 4, 1000)
+    assert choice.value == 20 and choice.confirmed.total == 1200
+    rows = search.most_micro_rows(config, fake.build, chip, fake.of("update", 8), 8, 1000)
+    assert rows.value == 16 and fake.compiled[-1] == ("update", 800)
 
 
 def test_what_does_not_fit_gets_the_least_change_that_does(monkeypatch, tmp_path):
@@ -378,6 +421,11 @@ def test_the_table_says_what_fits_and_how_long_a_step_takes():
     assert "update    61.2 s  1.00  2.00    1.00       4.00     25%   yes  2.00e+15" in text
     assert "3: 2.0 MB" in text and "1.50 x the least" in text
     assert "90.0 s (decode 90.0 s); 10 new tokens/s, 5.0 h for 200 steps" in text
+
+
+def test_the_table_says_what_its_minutes_leave_out():
+    text = report.text(result())
+    assert "expect several times more; without verifiers, host, validation and" in text
 
 
 def test_a_misfit_names_the_flags_that_mend_it():

@@ -245,7 +245,7 @@ def saved_for_backward(remat):
 
 def test_remat_saves_less_and_leaves_gradients_as_they_are():
     params, tokens_bt, expected = reference()
-    for remat in ("dots", "full"):
+    for remat in ("dots", "attention", "full"):
         assert_close(loss_and_grad(params, BOTH, tokens_bt, remat=remat), expected)
     sizes = [saved_for_backward(remat) for remat in ("full", "dots", "none")]
     assert sizes[0] < sizes[1] < sizes[2], sizes

@@ -128,7 +128,10 @@ BAD_ROWS = [
     ({**ROW, "messages": ["solve"]}, "text under role and content"),
     ("[1]", "not [1]"),
     ("null", "not None"),
-    ('{"messages": [{"role": "user", "content": "a"}], "response": "\\ud800"}', "surrogates"),
+    (
+        '{"messages": [{"role": "user", "content": "a"}], "response": "\\ud800"}',
+        "half of a surrogate pair",
+    ),
     ("[" * 100_000, "recursion"),
 ]
 
@@ -144,7 +147,7 @@ def test_bad_lines_are_all_named(base, tmp_path):
             f"rows.jsonl:{number}: " in line and part in line
             for line in str(error.value).splitlines()
         ), (number, part)
-    assert f"rows.jsonl:{len(BAD_ROWS) + 2}: 'utf-8'" in str(error.value)
+    assert f"rows.jsonl:{len(BAD_ROWS) + 2}: not a JSON object ('utf-8'" in str(error.value)
     with pytest.raises(ValueError, match="neither 'tiny_world' nor a JSONL file"):
         stream(settings(base, data=str(tmp_path / "absent")), Tokens.load(base))
 

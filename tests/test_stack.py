@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sage_jax.core import flops
 from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.learn.pack import TrainRow, pack
 from sage_jax.learn.update import Update, init_state
-from sage_jax.models import qwen, qwen_params
+from sage_jax.models import attention, qwen, qwen_params
 from sage_jax.models.qwen import QwenConfig
 from sage_jax.models.stack import apart
 
@@ -28,12 +29,12 @@ PARAMS = qwen_params.init(CFG, jax.random.key(0))
 TOKENS = jax.random.randint(jax.random.key(1), (2, 7), 0, CFG.vocab_size)
 
 
-def loss(params, totals, remat):
-    hidden = qwen.forward(params, CFG, TOKENS, remat=remat, totals=totals)
+def loss(params, totals, remat, attend="auto"):
+    hidden = qwen.forward(params, CFG, TOKENS, remat=remat, attend=attend, totals=totals)
     return jnp.sum(hidden * jnp.cos(jnp.arange(hidden.size)).reshape(hidden.shape))
 
 
-@pytest.mark.parametrize("remat", ["none", "dots", "full"])
+@pytest.mark.parametrize("remat", qwen.REMAT)
 def test_the_gradient_of_trained_layers_is_added_to_their_totals(remat):
     want = jax.grad(loss)(PARAMS, None, "none")
     trained = {name: PARAMS["layers"][name] for name in ("q_proj", "q_bias", "down_proj")}
@@ -51,6 +52,20 @@ def test_full_remat_keeps_the_input_of_each_layer_and_nothing_else():
     jaxpr = jax.make_jaxpr(jax.grad(loss, 1), static_argnums=2)(PARAMS, totals, "full")
     forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
     assert [v.aval.shape for v in forward.outvars] == [(2, 7, 16), (3, 2, 7, 16)]
+
+
+def test_attention_remat_keeps_what_attention_gave_and_does_not_compute_it_again():
+    totals = jax.tree.map(jnp.zeros_like, PARAMS["layers"])
+    traced = jax.make_jaxpr(jax.grad(loss, 1), static_argnums=(2, 3))
+    full, jaxpr = (traced(PARAMS, totals, r, "blocked") for r in ("full", "attention"))
+    forward = next(eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan")
+    kept = [v.aval.shape for v in forward.outvars[1:]]
+    heads = (CFG.num_kv_heads, CFG.num_heads // CFG.num_kv_heads)
+    padded = (3, 2, attention.BLOCK, *heads)
+    assert sorted(kept) == sorted([(3, 2, 7, 16), (*padded, CFG.head_dim), padded])
+    # Scores and weighted values of one pair of blocks of each of 3 layers (a loop counts one trip).
+    again = 3 * 2 * 2 * 2 * CFG.num_heads * attention.BLOCK**2 * CFG.head_dim
+    assert flops.count(full) - flops.count(jaxpr) == again
 
 
 def test_no_second_gradient_of_the_layers_exists_beside_the_running_one():

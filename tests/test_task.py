@@ -152,6 +152,8 @@ def test_a_code_job_carries_the_program_the_tests_and_the_limits():
         ({**math_row(), "id": 3}, "field 'id' is 3"),
         (math_row(question=None), "field 'question' is missing"),
         (math_row(question="\ud800"), "surrogate"),
+        (code_row(hint="\ud800"), "field 'hint' is '\\ud800': half of a surrogate pair"),
+        (code_row("assert f(1) == '\ud800'\nassert f(2) == 3"), "field 'tests'"),
         (math_row(domain="maths"), "field 'domain' is 'maths': use 'math' or 'code'"),
         (math_row(answer=None), "field 'answer' is missing"),
         (math_row(answer=True), "field 'answer' is True"),

@@ -1,12 +1,16 @@
 """Programs compiled for TPUs that are not there: needs the 'dryrun' extra (`make dryrun-check`)."""
 
 import json
+import re
 
 import pytest
 from test_dryrun import small
 
 from sage_jax import modes
 from sage_jax.core import chips
+from sage_jax.dryrun import mode
+from sage_jax.dryrun.programs import StepPrograms
+from sage_jax.runtime import placement
 
 pytestmark = pytest.mark.tpu_compiler
 
@@ -19,6 +23,16 @@ def test_a_topology_has_the_chips_of_its_name(name):
         count *= int(n)
     assert len(devices) == count * (2 if chip.name == "tpu7x" else 1)
     assert devices[0].platform == "tpu"
+
+
+def test_the_stack_of_weights_is_not_cast_whole():
+    devices, _ = chips.find("v5e:2x4")
+    config = small("asset:tiny-qwen3", model__dtype="bfloat16")
+    cfg = mode.read_sizes(config.model.path)
+    program = StepPrograms(config, cfg, placement(config, devices)).score()
+    text = program.trace().lower().compile().as_text()
+    assert re.search(r"bf16\[1,\S* (convert|fusion)\(", text)
+    assert not re.search(rf"bf16\[{cfg.num_layers},\d+,\d+\S* convert\(", text)
 
 
 def test_the_programs_of_a_step_compile_for_a_tpu(tiny_folder, tmp_path, monkeypatch):

@@ -95,8 +95,7 @@ def find(name: str) -> tuple[Sequence[Any], Chip]:
     kind, _, count = name.partition(":")
     if kind == "cpu" and count.isdecimal() and 0 < int(count) <= 1024:
         devices = _cpu_devices(int(count))
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return devices, Chip("cpu", memory // len(devices))
+        return devices, Chip("cpu", _host_memory() // len(devices))
     near = hint(name, (*TOPOLOGIES, "gpu", "cpu:8"))
     raise ValueError(f"--topology={name}: choose one of {describe()}{near}")
 
@@ -126,6 +125,14 @@ def _gpu_devices() -> tuple[Sequence[Any], Chip]:
     kind = devices[0].device_kind
     known = next((chip for word, chip in GPUS.items() if word in kind), Chip(kind, 0))
     return devices, Chip(kind, hbm, known.flops, known.hbm_rate, known.link_rate)
+
+
+def _host_memory() -> int:
+    """Bytes of this machine, 0 where the system does not say."""
+    try:
+        return max(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 0)
+    except (OSError, ValueError):
+        return 0
 
 
 def _cpu_devices(count: int) -> Sequence[Any]:

@@ -1,9 +1,11 @@
 """FLOPs of a traced program: every matrix product, loop bodies as often as they run."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
+from jax.extend.core import Literal
 
 
 def count(jaxpr: Any, kernel_share: float = 1.0) -> float:
@@ -11,9 +13,20 @@ def count(jaxpr: Any, kernel_share: float = 1.0) -> float:
 
     On all devices together: what `shard_map` holds runs on each. A scan counts its length, a while
     loop one trip, of a conditional's branches the dearest. Of the steps of a Pallas kernel's grid
-    `kernel_share` count: a mask skips the others.
+    `kernel_share` count: a mask skips the others. What nothing needs does not count: the compiler
+    leaves it out.
     """
-    return sum(_equation(equation, kernel_share) for equation in _open(jaxpr).eqns)
+    needed = set(_variables(_open(jaxpr).outvars))
+    total = 0.0
+    for equation in reversed(_open(jaxpr).eqns):
+        if equation.effects or not needed.isdisjoint(equation.outvars):
+            needed.update(_variables(equation.invars))
+            total += _equation(equation, kernel_share)
+    return total
+
+
+def _variables(atoms: Iterable[Any]) -> list[Any]:
+    return [atom for atom in atoms if not isinstance(atom, Literal)]
 
 
 def _open(jaxpr: Any) -> Any:

@@ -5,6 +5,7 @@ import json
 import math
 import shlex
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ def run(config: Any, topology: str, output: Path) -> int:
                 file=sys.stderr,
             )
         programs = step.programs()
+        _try_folder(output)
         measured = {}
         for name, make in programs.items():
             print(f"compiling {name}", file=sys.stderr)
@@ -82,9 +84,26 @@ def run(config: Any, topology: str, output: Path) -> int:
     given = _without(sys.argv[1:], ("output", "workdir"))
     result["command"] = shlex.join(["python", "-m", "sage_jax.main", *given])
     print(report.text(result))
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result, indent=1) + "\n")
+    try:
+        output.write_text(json.dumps(result, indent=1) + "\n")
+    except OSError as error:
+        raise _unwritable(output, error) from error
     return 0 if result["fits"] else 1
+
+
+def _try_folder(output: Path) -> None:
+    """Makes the folder and a file in it that is gone again: a place that takes none should not cost
+    the minutes of the compiler, nor a refused run leave a folder."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise _unwritable(output, error) from error
+
+
+def _unwritable(output: Path, error: OSError) -> ConfigError:
+    return ConfigError(f"{output}: {error.strerror}; choose another --output")
 
 
 def _without(arguments: list[str], names: tuple[str, ...]) -> list[str]:

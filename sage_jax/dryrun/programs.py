@@ -181,12 +181,22 @@ class StepPrograms:
         return 1 if self.place.update is None else self.place.update.parts(axis)
 
     def kept_bytes(self) -> float:
-        """Bytes that a device keeps of a pass for its backward pass: the input of each layer."""
-        each = self.cfg.num_layers * self.cfg.hidden_size * self.dtype.itemsize
-        return self._row_tokens() * each
+        """Bytes that a device at least keeps of a pass for its backward pass: of each layer the
+        input, and by model.remat what attention gave and the other matrix products."""
+        c, policy = self.cfg, self.config.model.remat
+        bytes_of_token = c.hidden_size * self.dtype.itemsize
+        if policy != "full":
+            # The log of the softmax's sum of each head is float32.
+            gave = c.num_heads * (c.head_dim * self.dtype.itemsize + 4)
+            bytes_of_token += gave / self._parts("q_heads")
+        if policy in ("dots", "none"):
+            heads = (c.num_heads + 2 * c.num_kv_heads) * c.head_dim / self._parts("q_heads")
+            wide = 2 * c.intermediate_size / self._parts("mlp")
+            bytes_of_token += (heads + c.hidden_size + wide) * self.dtype.itemsize
+        return self._row_tokens() * c.num_layers * bytes_of_token
 
     def temporaries_model(self) -> float:
-        """Bytes that a pass with remat=full has to hold on one device: the kept inputs, values and
+        """Bytes that a pass has to hold on one device: what it keeps of all layers, values and
         gradients inside one layer, its gathered weights, and one chunk of logits twice in float32.
         """
         c = self.cfg

@@ -21,7 +21,7 @@ Build = Callable[[Any], StepPrograms]
 
 @dataclass(frozen=True)
 class Choice:
-    """A value found for a field, and the program that was compiled with it to make sure."""
+    """A value found for a field, and the program that was compiled with it and fits."""
 
     field: str
     value: int
@@ -65,10 +65,16 @@ def most_slots(
     value = min(value, -(-rows // unit) * unit)
     if value < unit:
         return Choice("rollout.slots", 0, None)
-    if value in (slots, other):
-        return Choice("rollout.slots", value, base if value == slots else second)
-    confirmed = measure(build(with_fields(config, rollout__slots=value)).decode())
-    return Choice("rollout.slots", value, confirmed)
+    known = {slots: base, other: second}
+    if value not in known:
+        known[value] = measure(build(with_fields(config, rollout__slots=value)).decode())
+    return _largest("rollout.slots", known, value, chip)
+
+
+def _largest(field: str, known: dict[int, Measured], most: int, chip: Chip) -> Choice:
+    """The largest value up to `most` whose program was compiled and fits; memory may bend."""
+    fitting = [v for v, m in known.items() if v <= most and not m.error and m.total <= limit(chip)]
+    return Choice(field, max(fitting), known[max(fitting)]) if fitting else Choice(field, 0, None)
 
 
 def most_micro_rows(
@@ -88,10 +94,10 @@ def most_micro_rows(
     slope = max((second.total - measured.total) / (other - now), 1.0)
     value = int(now + (limit(chip) - measured.total) / slope) // unit * unit
     value = max(min(value, -(-rows // unit) * unit), now)
-    if value in (now, other):
-        return Choice(name, value, measured if value == now else second)
-    confirmed = measure(build(with_fields(config, optim__micro_rows=value)).accumulate())
-    return Choice(name, value, confirmed)
+    known = {now: measured, other: second}
+    if value not in known:
+        known[value] = measure(build(with_fields(config, optim__micro_rows=value)).accumulate())
+    return _largest(name, known, value, chip)
 
 
 def changes(config: Any, chips: int) -> Iterator[dict[str, Any]]:

@@ -11,6 +11,7 @@ import optax
 
 from sage_jax.core.mesh import put
 from sage_jax.models.attention import KINDS
+from sage_jax.models.qwen import REMAT
 
 _DECAY: dict[str, Callable[[Any], Any]] = {
     "constant": lambda progress: 1.0,
@@ -68,7 +69,7 @@ class UpdateSettings:
             "importance_cap": self.importance_cap >= 0,
             "role_weights": all(weight >= 0 for weight in self.role_weights.values()),
             "chunk": self.chunk >= 1,
-            "remat": self.remat in ("none", "full", "dots"),
+            "remat": self.remat in REMAT,
             "attention": self.attention in KINDS,
             "dtype": self.dtype in ("float32", "bfloat16"),
             "lora_scale": self.lora_scale >= 0,

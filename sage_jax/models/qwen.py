@@ -33,10 +33,17 @@ _ROW_WRITE = jax.lax.ScatterDimensionNumbers(
     scatter_indices_batching_dims=(0,),
 )
 
-_KEEP_PRODUCTS = jax.checkpoint_policies.save_from_both_policies(
-    jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
-    jax.checkpoint_policies.save_only_these_names(attention.SAVED),
-)
+_KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names(attention.SAVED)
+# What of a layer waits for the backward pass beside its input, by remat policy; the rest is
+# computed again. In long rows a byte of what attention gave saves more FLOPs than one of a product.
+_KEPT = {
+    "full": None,
+    "attention": _KEEP_ATTENTION,
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _KEEP_ATTENTION
+    ),
+}
+REMAT = ("none", *reversed(_KEPT))
 
 
 def _constrain(layout: Layout | None, x: jax.Array, *axes: str | None) -> jax.Array:
@@ -101,6 +108,24 @@ def _linear(
     return z + jnp.einsum(f"btr,r{outputs}->bt{outputs}", x_btr, b)
 
 
+@partial(jax.custom_jvp, nondiff_argnums=(1,))
+def _cast(weight: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """The weight of one layer in another `dtype`, as `astype` gives it.
+
+    A cast alone the TPU compiler moves out of the loop over layers, barrier or not, and so holds a
+    second copy of the whole stack while it runs; a rounding it leaves in place.
+    """
+    info = jnp.finfo(dtype)
+    return jax.lax.reduce_precision(weight, info.nexp, info.nmant).astype(dtype)
+
+
+@_cast.defjvp
+def _cast_jvp(dtype: DTypeLike, primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    # The gradient is not rounded once more: XLA may have kept it wider than `dtype`.
+    (weight,), (tangent,) = primals, tangents
+    return _cast(weight, dtype), tangent.astype(dtype)
+
+
 def _layer(
     x_btd: jax.Array,
     weights: Params,
@@ -110,7 +135,8 @@ def _layer(
     layout: Layout | None,
 ) -> tuple[jax.Array, Any]:
     """One transformer layer; `attend(q, k, v)` gives the attention output and what to keep."""
-    w = {name: value.astype(x_btd.dtype) for name, value in weights.items()}
+    dtype = x_btd.dtype
+    w = {name: x if x.dtype == dtype else _cast(x, dtype) for name, x in weights.items()}
     linear = partial(_linear, w, layout)
 
     def heads(y_btd: jax.Array, name: str, axis: str) -> jax.Array:
@@ -157,9 +183,9 @@ def forward(
     Causal, so what stands right of a row's end changes nothing before it. Several rows packed into
     one have `segment_ids_bt` (see `attention.attend`) and each its own `position_bt` from 0.
     `remat` is what the backward pass computes again: 'none', 'dots' (all but the matrix products
-    and what attention gave) or 'full' (each layer). `attend` is one of attention.KINDS.
-    ValueError on another value of either. With `totals` the gradient of the layers is added to
-    these, see `run_layers`.
+    and what attention gave), 'attention' (all but what attention gave, of the programs blocked and
+    splash) or 'full' (each layer). `attend` is one of attention.KINDS. ValueError on another value
+    of either. With `totals` the gradient of the layers is added to these, see `run_layers`.
     """
 
     def body(x_btd, weights, context):
@@ -167,11 +193,10 @@ def forward(
         program = partial(attention.attend, segment_bt=segment_bt, kind=attend, layout=layout)
         return _layer(x_btd, weights, angles, lambda *qkv: (program(*qkv), None), cfg, layout)[0]
 
-    if remat not in ("none", "full", "dots"):
-        raise ValueError(f"remat {remat!r}: choose 'none', 'full' or 'dots'")
+    if remat not in REMAT:
+        raise ValueError(f"remat {remat!r}: choose one of {', '.join(REMAT)}")
     if remat != "none":
-        policy = _KEEP_PRODUCTS if remat == "dots" else None
-        body = jax.checkpoint(body, policy=policy, prevent_cse=False)
+        body = jax.checkpoint(body, policy=_KEPT[remat], prevent_cse=False)
     if position_bt is None:
         position_bt = jnp.arange(tokens_bt.shape[1])[None]
     context = rope_angles(cfg, position_bt), segment_ids_bt

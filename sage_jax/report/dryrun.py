@@ -20,7 +20,7 @@ PROGRAM_HEAD = (
     "temp",
     "beside",
     "total GiB",
-    "of HBM",
+    "share",
     "fits",
     "FLOPs",
     "collectives",
@@ -57,17 +57,23 @@ def duration(seconds: float) -> str:
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.2g} ms"
 
 
+def _memory(result: dict[str, Any]) -> str:
+    """What the memory of a device is called."""
+    return "memory" if result["chip"] == "cpu" else "HBM"
+
+
 def text(result: dict[str, Any]) -> str:
     """The whole result, one fact a line."""
     mesh = " x ".join(f"{axis} {n}" for axis, n in result["mesh"].items())
     lines = [
         f"dry run of {result['model']} ({result['trained']}) on {result['topology']}: "
-        f"{result['devices']} devices of {result['hbm'] / GIB:.2f} GiB, mesh {mesh}",
+        f"{result['devices']} devices of {result['hbm'] / GIB:.2f} GiB {_memory(result)}, "
+        f"mesh {mesh}",
         f"rows a step {result['rows']}, {result['slots']} slots, prompts of "
         f"{result['max_prompt']} and responses of {result['max_new']} tokens at most; update: "
         f"{result['micro_rows']} rows of {result['longest']} tokens a pass",
         "",
-        *columns([PROGRAM_HEAD, *(_program_row(p, result) for p in result["programs"])]),
+        *columns([_program_head(result), *(_program_row(p, result) for p in result["programs"])]),
         "",
         "largest buffers",
     ]
@@ -76,6 +82,11 @@ def text(result: dict[str, Any]) -> str:
         lines.append(f"  {program['name']}: {found}")
     lines += ["", *_update_lines(result), *_time_lines(result), *_verdict_lines(result)]
     return "\n".join(lines)
+
+
+def _program_head(result: dict[str, Any]) -> list[str]:
+    share = f"of {_memory(result)}"
+    return [share if name == "share" else name for name in PROGRAM_HEAD]
 
 
 def _program_row(program: dict[str, Any], result: dict[str, Any]) -> tuple[str, ...]:
@@ -97,7 +108,7 @@ def _update_lines(result: dict[str, Any]) -> list[str]:
     lines = [
         f"update: {u['useful_share']:.2f} of all FLOPs are useful; {u['formula']}",
         f"  temporaries {size(u['temporaries'])}, of which the formula explains "
-        f"{size(u['temporaries_model'])} (kept layer inputs + one layer + one logits chunk)",
+        f"{size(u['temporaries_model'])} (kept of all layers + one layer + one logits chunk)",
     ]
     if u["fsdp_minimum"]:
         ratio = u["collective_bytes"] / u["fsdp_minimum"]
@@ -116,7 +127,11 @@ def _update_lines(result: dict[str, Any]) -> list[str]:
 def _time_lines(result: dict[str, Any]) -> list[str]:
     if not result["steps"]:
         return [f"no times: the rates of {result['chip']} are not known"]
-    lines = ["", "time of a step at the peak rates of the chip, nothing waited for (a bound)"]
+    lines = [
+        "",
+        "time of a step at the peak rates of the chip: a bound, expect several times more; without "
+        "verifiers, host, validation and checkpoints",
+    ]
     for step in result["steps"]:
         parts = ", ".join(f"{n} {duration(s)}" for n, s in step["seconds"].items() if s)
         lines.append(
@@ -129,12 +144,13 @@ def _time_lines(result: dict[str, Any]) -> list[str]:
 
 def _verdict_lines(result: dict[str, Any]) -> list[str]:
     lines = [""]
+    within = f"{result['share']:.0%} of {_memory(result)}"
     for choice in result["recommended"]:
         sure = "compiled" if choice["confirmed"] else "interpolated"
         lines.append(f"at most {choice['field']}={choice['value']} fits, all else equal ({sure})")
     if result["fits"]:
-        return [*lines, f"fits: every program within {result['share']:.0%} of HBM"]
-    lines.append(f"DOES NOT FIT: {', '.join(result['misfits'])} above {result['share']:.0%} of HBM")
+        return [*lines, f"fits: every program within {within}"]
+    lines.append(f"DOES NOT FIT: {', '.join(result['misfits'])} above {within}")
     if change := result["change"]:
         flags = " ".join(f"--config.{name}={value}" for name, value in change.items())
         lines.append(f"the smallest change that was found to fit, compiled: {flags}")

@@ -1,7 +1,8 @@
-"""Append-only JSON lines that survive a kill and can be cut back to a step on resume."""
+"""JSON lines: files that only grow, survive a kill and are cut back on resume; and users' lines."""
 
 import json
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,22 @@ class JsonlWriter:
 
     def __exit__(self, *_):
         self.close()
+
+
+def parse(line: bytes) -> Any:
+    """What one line of a user's file holds.
+
+    ValueError where it is no JSON in UTF-8, or holds half of a surrogate pair, which JSON can write
+    and no tokenizer takes.
+    """
+    try:
+        value = json.loads(line.decode("utf-8"))
+        text = json.dumps(value, ensure_ascii=False)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"not a JSON object ({error})") from error
+    if half := re.search("[\ud800-\udfff]", text):
+        raise ValueError(f"holds {ascii(half[0])}, half of a surrogate pair; write the character")
+    return value
 
 
 def cut(path: str | Path, step: int) -> int:

@@ -300,7 +300,15 @@ def _code_problems(row: Mapping[str, Any]) -> list[str]:
     for name in ("canonical_solution", "hint", "hint_assert"):
         if row.get(name) is not None and not isinstance(row[name], str):
             problems.append(f"field '{name}' is {_show(row[name])}: use text or leave it out")
-    return problems or _verifier_problems(row, names)
+    return problems or _hint_problems(row, names) or _verifier_problems(row, names)
+
+
+def _hint_problems(row: Mapping[str, Any], names: list[str]) -> list[str]:
+    """A hint, given or taken from the tests, stands in prompts, so a tokenizer must take it."""
+    given = row.get("hint") if row.get("hint") is not None else row.get("hint_assert")
+    if given is not None:
+        return _half_problem("hint", given)
+    return _half_problem("tests", first_example(row["tests"], names[0] if names else ""))
 
 
 def _verifier_problems(row: Mapping[str, Any], names: list[str]) -> list[str]:
@@ -352,10 +360,14 @@ def _text_problem(row: Mapping[str, Any], name: str, remedy: str) -> list[str]:
         return [f"field '{name}' is missing: {remedy}"]
     if not isinstance(value, str) or not value.strip():
         return [f"field '{name}' is {_show(value)}: {remedy}"]
+    return _half_problem(name, value)
+
+
+def _half_problem(name: str, text: str) -> list[str]:
     try:
-        value.encode()
+        text.encode()
     except UnicodeEncodeError:
-        return [f"field '{name}' is {_show(value)}: half of a surrogate pair; write the character"]
+        return [f"field '{name}' is {_show(text)}: half of a surrogate pair; write the character"]
     return []
 
 
