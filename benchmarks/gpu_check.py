@@ -3,7 +3,8 @@
     python benchmarks/gpu_check.py [--shapes=real|tiny] [--layers=4] [--budget=240]
 
 For each shape: log-probs against the CPU's, the sampler's log-probs against the learner's, decode
-tokens a second, attention over a long row, seconds an update, peak memory. Prints a table; exit 1
+tokens a second, attention over a long row and of new tokens over a cache of long rows, seconds an
+update, peak memory. Prints a table; exit 1
 when a check fails. Needs jax, flax, optax and numpy only, and no network. What the budget (seconds)
 has no room for is left out and named. The accelerator is whatever JAX has; on the CPU use
 --shapes=tiny.
@@ -26,7 +27,8 @@ from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.learn.pack import TrainRow, pack
 from sage_jax.learn.score import token_logps
 from sage_jax.learn.update import Update, host_metrics, init_state
-from sage_jax.models import attention, qwen_params
+from sage_jax.models import attention, decode_attention, qwen_params
+from sage_jax.models import cache as kv
 from sage_jax.models.qwen_config import QwenConfig
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.row import Row
@@ -196,6 +198,42 @@ def attending(cfg: QwenConfig, work: Work) -> list[tuple]:
     ]
 
 
+def reading(cfg: QwenConfig, work: Work) -> list[tuple]:
+    """The programs by which new tokens attend to a cache here against the plain one."""
+    rng, slots = np.random.default_rng(4), 8
+    heads = (cfg.num_heads, cfg.num_kv_heads, cfg.num_kv_heads)
+
+    def numbers(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    qkv = tuple(numbers(slots, 1, n, cfg.head_dim) for n in heads)
+    plain = {n: numbers(1, slots, work.long, cfg.num_kv_heads, cfg.head_dim) for n in "kv"}
+    position_s = jnp.linspace(0, work.long - 1, slots).astype(jnp.int32)
+
+    def answer(form: str) -> tuple[float, jax.Array]:
+        order = [kv.AXES["scatter"].index(axis) for axis in kv.AXES[form]]
+        cache = {name: jnp.transpose(x, order) for name, x in plain.items()}
+
+        @jax.jit
+        def program(cache: kv.Cache) -> jax.Array:
+            held = kv.open_chunk(cache, position_s, 1, None) if form == "aside" else cache
+            return decode_attention.attend(form, held, 0, qkv, position_s, work.long, None)[0]
+
+        jax.block_until_ready(program(cache))
+        started = time.monotonic()
+        z = jax.block_until_ready(program(cache))
+        return time.monotonic() - started, z.astype(jnp.float32)
+
+    seconds, want = answer("scatter")
+    lines = []
+    for form in ("aside", "cudnn") if jax.default_backend() == "gpu" else ("aside",):
+        own, got = answer(form)
+        gap = float(jnp.abs(got - want).max() / jnp.abs(want).max())
+        times = f"{1e3 * own:.1f} ms, {seconds / own:.1f} times as fast as scatter"
+        lines.append((f"decode {form} - scatter", f"{gap:.1e}", gap <= BF16, f"relative, {times}"))
+    return lines
+
+
 def updating(cfg: QwenConfig, work: Work) -> list[tuple]:
     """Seconds of a warm update with fp32 master weights and bf16 products."""
     rng = np.random.default_rng(2)
@@ -237,7 +275,7 @@ def run(models: dict[str, QwenConfig], work: Work, budget: float, show: Callable
     """All checks of all models, each line shown as it comes; False when one failed."""
     started, fine = time.monotonic(), True
     for name, cfg in models.items():
-        for check in (parity, decoding, attending, updating):
+        for check in (parity, decoding, attending, reading, updating):
             if time.monotonic() - started > budget:
                 show(name, check.__name__, "left out", True, f"past --budget={budget:g} s")
                 continue

@@ -65,7 +65,7 @@ SCHEMA: dict[str, Field] = {
         "auto",
         "program",
         "of whole rows; auto: xla up to 256 tokens, then splash on TPU, cudnn on GPU where a row "
-        "has its sequence to itself, else blocked",
+        "has its sequence to itself, else blocked; of new tokens: see docs/rollout.md",
         choices=("auto", "xla", "blocked", "splash", "cudnn"),
     ),
     "lora.rank": Field(0, "rank", "adapter on all linear layers; 0: train all weights", 0, 4096),

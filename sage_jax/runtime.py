@@ -226,6 +226,7 @@ def make_engine(
         prefill_rows=r.prefill_rows,
         dtype=jnp.dtype(config.model.dtype),
         layout=place.decode,
+        attend=config.model.attention,
         notice=notice,
     )
 

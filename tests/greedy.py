@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sage_jax.models import cache as kv
 from sage_jax.models import qwen
 
 
@@ -22,7 +23,7 @@ def greedy(params, cfg, prompts, new_tokens, dtype=jnp.float32):
     longest = max(len(ids) for ids in prompts)
     length = longest + new_tokens
     hidden_sd, filled = qwen.prefill(params, cfg, *pad(prompts, longest), dtype=dtype)
-    cache = qwen.init_cache(cfg, len(prompts), length)
+    cache = kv.init(cfg, len(prompts), length)
     cache = {name: c.at[:, :, :longest].set(filled[name]) for name, c in cache.items()}
     step = jax.jit(
         partial(qwen.decode_step, read_length=length, dtype=dtype),

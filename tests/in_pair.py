@@ -53,7 +53,7 @@ def main(folder):
         for name, values in training(sizes).items():
             arrays |= {f"{name} {sizes} {key}": value for key, value in values.items()}
         print("trained on", sizes, time.process_time(), flush=True)
-    facts["tokens"] = tokens()
+    facts["tokens"] = [tokens(attend) for attend in ("xla", "blocked")]
     export(folder)
     print("exported", time.process_time(), flush=True)
     facts["modes"] = every_mode(folder)
@@ -188,7 +188,7 @@ def flat(tree):
     return flatten_dict(tree, sep=".")
 
 
-def tokens():
+def tokens(attend):
     """Ids of many rows on few slots, by row."""
     layout = Layout(make_mesh(2, 4, 1), DECODE_RULES)
     params = qwen_params.init(test_engine.CFG, jax.random.key(0), layout=layout)
@@ -201,6 +201,7 @@ def tokens():
         chunk=5,
         prefill_rows=8,
         layout=layout,
+        attend=attend,
     )
     place = Placement(layout, layout, {})
     engine.start(decode_weights(params, test_engine.CFG, place, "float32"))

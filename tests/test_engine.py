@@ -12,11 +12,13 @@ import pytest
 from greedy import pad
 
 from sage_jax.core.logprob import log_prob
+from sage_jax.core.mesh import DECODE_RULES, Layout, make_mesh
 from sage_jax.core.rng import row_key
 from sage_jax.models import qwen, qwen_params
 from sage_jax.rollout import decode
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.row import Row
+from sage_jax.runtime import Placement, decode_weights
 
 CFG = qwen.QwenConfig(
     model_type="qwen3",
@@ -45,9 +47,15 @@ def params():
     return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, plain)
 
 
-def engine(params, slots=4, chunk=5, prefill_rows=2, buckets=BUCKETS):
+def engine(params, slots=4, chunk=5, prefill_rows=2, buckets=BUCKETS, attend="auto"):
     made = Engine(
-        CFG, slots=slots, buckets=buckets, max_new=24, chunk=chunk, prefill_rows=prefill_rows
+        CFG,
+        slots=slots,
+        buckets=buckets,
+        max_new=24,
+        chunk=chunk,
+        prefill_rows=prefill_rows,
+        attend=attend,
     )
     made.start(params)
     return made
@@ -75,6 +83,40 @@ def test_a_row_alone_or_in_any_company_gives_the_same_tokens(params):
             np.testing.assert_array_equal(completion.tokens, want[name].tokens, name)
             np.testing.assert_allclose(completion.logps, want[name].logps, atol=1e-5)
             assert completion.finish == want[name].finish
+
+
+def test_keys_kept_aside_for_a_chunk_give_the_same_tokens(params):
+    want = engine(params).generate(rows(12))
+    # The last buckets: a cache that is written in whole tiles.
+    for slots, chunk, buckets in (
+        (4, 5, BUCKETS),
+        (3, 64, BUCKETS),
+        (12, 1, BUCKETS),
+        (3, 5, (16, 128)),
+    ):
+        got = engine(params, slots, chunk, buckets=buckets, attend="blocked").generate(rows(12))
+        for name, completion in got.items():
+            np.testing.assert_array_equal(completion.tokens, want[name].tokens, name)
+            np.testing.assert_allclose(completion.logps, want[name].logps, atol=1e-5)
+
+
+@pytest.mark.multidevice
+def test_rows_on_a_mesh_get_the_tokens_of_one_device():
+    cfg = dataclasses.replace(CFG, vocab_size=98)
+    params = qwen_params.init(cfg, jax.random.key(0))
+    params = jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, params)
+    on_mesh = Layout(make_mesh(2, 2, 2), DECODE_RULES)
+
+    def done(attend, layout):
+        sizes = {"slots": 8, "buckets": (128,), "max_new": 24, "chunk": 5, "prefill_rows": 4}
+        made = Engine(cfg, **sizes, layout=layout, attend=attend)
+        made.start(decode_weights(params, cfg, Placement(layout, layout, {}), "float32"))
+        return made.generate(rows(12))
+
+    want, got = done("xla", None), done("blocked", on_mesh)
+    for name, completion in got.items():
+        np.testing.assert_array_equal(completion.tokens, want[name].tokens, name)
+        np.testing.assert_allclose(completion.logps, want[name].logps, atol=1e-5)
 
 
 def test_rows_of_one_prompt_draw_independently(params):
@@ -137,9 +179,12 @@ def test_budget_is_spent_exactly(params, budget):
     assert len(done.tokens) == len(done.logps) == budget and done.finish == "length"
 
 
-def test_prompt_and_budget_may_fill_the_cache_to_the_last_position(params):
+@pytest.mark.parametrize("attend", ["xla", "blocked"])
+def test_prompt_and_budget_may_fill_the_cache_to_the_last_position(params, attend):
     row = Row("r", tuple(range(1, 41)), (1, 2), 24, (), 1.0)
-    assert len(engine(params).generate([row])["r"].tokens) == 24
+    got = [engine(params, chunk=chunk, attend=attend).generate([row])["r"] for chunk in (5, 24)]
+    assert len(got[0].tokens) == 24
+    np.testing.assert_array_equal(got[0].tokens, got[1].tokens)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +247,11 @@ def test_transfers_per_step_are_counted_and_bounded(params):
 
 def test_decode_keeps_its_temporaries_under_one_layers_cache(params):
     cfg = qwen.QwenConfig(**{**CFG.__dict__, "num_layers": 8})
-    slots = jax.eval_shape(lambda: decode.empty_slots(cfg, 64, 512, 16, jnp.float32, None))
+    placed = {"dtype": jnp.float32, "layout": None, "form": "scatter"}
+    slots = jax.eval_shape(lambda: decode.empty_slots(cfg, 64, 512, 16, **placed))
     shapes = jax.eval_shape(lambda: qwen_params.init(cfg, jax.random.key(0)))
-    static = {"cfg": cfg, "steps": 4, "read_length": 512, "dtype": jnp.float32, "layout": None}
-    compiled = decode.decode.lower(shapes, slots, **static).compile()
+    static = {"cfg": cfg, "steps": 4, "read_length": 512}
+    compiled = decode.decode.lower(shapes, slots, **static, **placed).compile()
     whole = sum(x.size * 4 for x in slots.cache.values())
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= whole, "the cache was not donated"

@@ -203,7 +203,8 @@ def test_every_check_of_gpu_check_runs_and_holds_here(gpu_check):
     one = dict(list(gpu_check.shapes("tiny", 1).items())[:1])
     assert gpu_check.run(one, gpu_check.TINY, 600, lambda *line: shown.append(line))
     done = [line[1] for line in shown]
-    for what in ("fp32 log-probs", "decode", "sampler - learner", "attention blocked", "update"):
+    checks = "fp32 log-probs", "decode", "sampler - learner", "attention blocked", "update"
+    for what in (*checks, "decode aside"):
         assert any(name.startswith(what) for name in done)
 
 
@@ -219,10 +220,10 @@ def test_gpu_check_knows_the_models_it_names(gpu_check, monkeypatch):
         return [("sum", "1", False, "")]
 
     failing.__name__ = "parity"
-    for name in ("parity", "decoding", "attending", "updating"):
+    for name in ("parity", "decoding", "attending", "reading", "updating"):
         monkeypatch.setattr(module, name, failing)
     assert not module.run(tiny, module.TINY, 60, lambda *line: shown.append(line))
     assert not any(line[3] for line in shown if line[1] == "sum")
     shown.clear()
     assert module.run(tiny, module.TINY, -1, lambda *line: shown.append(line))
-    assert sum(line[2] == "left out" for line in shown) == 8
+    assert sum(line[2] == "left out" for line in shown) == 10

@@ -107,7 +107,7 @@ def test_rows_on_few_slots_get_the_tokens_of_one_process(pair):
     )
     done = test_engine.engine(params).generate(test_engine.rows(12))
     want = {name: completion.tokens.tolist() for name, completion in done.items()}
-    assert pair[1][0]["tokens"] == pair[1][1]["tokens"] == want
+    assert pair[1][0]["tokens"] == pair[1][1]["tokens"] == [want, want]
 
 
 def test_weights_read_in_parts_and_exported_by_all_are_the_packaged_ones(pair):

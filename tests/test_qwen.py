@@ -9,6 +9,7 @@ from flax.traverse_util import unflatten_dict
 from greedy import pad
 
 from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh
+from sage_jax.models import cache as kv
 from sage_jax.models import qwen, qwen_params
 from sage_jax.models.qwen import QwenConfig
 
@@ -265,7 +266,7 @@ def decode_all(params, cfg, rows, prompt_lengths, padded, length, read_length, f
     """Hidden states [b, t, d] from the last prompt token on, fed with the rows' own tokens."""
     prompts = [ids[:n] for ids, n in zip(rows, prompt_lengths, strict=True)]
     hidden, filled = prefill(params, cfg, *pad(prompts, padded, fill), layout=layout)
-    cache = qwen.init_cache(cfg, len(rows), length, layout=layout)
+    cache = kv.init(cfg, len(rows), length, layout=layout)
     cache = {name: c.at[:, :, :padded].set(filled[name]) for name, c in cache.items()}
     position, out = np.asarray(prompt_lengths), [hidden]
     while (position < [len(ids) for ids in rows]).any():
@@ -306,7 +307,7 @@ def test_decoding_equals_the_full_pass(padded, length, read_length, fill):
 def test_a_row_past_the_end_of_its_cache_writes_nothing():
     params = random_params(BOTH)
     tokens, positions = jnp.asarray([1, 2]), jnp.asarray([3, 4])
-    empty = qwen.init_cache(BOTH, 2, 4)
+    empty = kv.init(BOTH, 2, 4)
     _, after = decode_step(params, BOTH, tokens, positions, empty, read_length=4)
     for name in ("k", "v"):
         assert (after[name][:, 0, 3] != 0).all()
@@ -315,7 +316,7 @@ def test_a_row_past_the_end_of_its_cache_writes_nothing():
 
 def test_a_read_length_past_the_cache_is_an_error():
     ids = jnp.zeros(2, jnp.int32)
-    empty = qwen.init_cache(BOTH, 2, 4)
+    empty = kv.init(BOTH, 2, 4)
     with pytest.raises(ValueError, match="read_length 5 .* 4"):
         qwen.decode_step(random_params(BOTH), BOTH, ids, ids, empty, read_length=5)
 
@@ -330,7 +331,7 @@ def abstract(cfg, slots, length, layout=None):
     flat = {name: shape(p.axes, p.shape) for name, p in qwen_params.param_table(cfg).items()}
     sizes = (cfg.num_layers, slots, length, cfg.num_kv_heads, cfg.head_dim)
     row = shape(("batch",), (slots,), jnp.int32)
-    cache = {name: shape(qwen.CACHE_AXES, sizes) for name in ("k", "v")}
+    cache = {name: shape(kv.PREFIX_AXES, sizes) for name in ("k", "v")}
     return unflatten_dict(flat, sep="."), cfg, row, row, cache
 
 

@@ -10,6 +10,7 @@ from sage_jax.learn.optimizer import UpdateSettings, make_optimizer
 from sage_jax.learn.pack import TrainRow, pack
 from sage_jax.learn.update import Update, init_state
 from sage_jax.models import attention, qwen, qwen_params
+from sage_jax.models import cache as kv
 from sage_jax.models.qwen import QwenConfig
 from sage_jax.models.stack import apart
 
@@ -92,8 +93,7 @@ def test_layers_apart_give_the_same_numbers(tied):
     for weights in (params, split):
         hidden_bd, prefix = qwen.prefill(weights, cfg, tokens_bp, lengths_b)
         cache = {
-            name: qwen.init_cache(cfg, 2, 9)[name].at[:, :, :6].set(part)
-            for name, part in prefix.items()
+            name: kv.init(cfg, 2, 9)[name].at[:, :, :6].set(part) for name, part in prefix.items()
         }
         step_sd, cache = qwen.decode_step(
             weights, cfg, jnp.array([1, 2]), lengths_b, cache, read_length=8

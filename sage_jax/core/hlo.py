@@ -192,9 +192,10 @@ class Program:
         now = body.get(name)
         return now is not None and now.opcode == "get-tuple-element" and now.index == index
 
-    def walk(self) -> Iterator[tuple[str, Instruction, int]]:
-        """Computation, instruction and how often it runs; the inside of fusions is left out."""
-        stack: list[tuple[str, int]] = [(self.entry, 1)]
+    def walk(self, start: str = "") -> Iterator[tuple[str, Instruction, int]]:
+        """Computation, instruction and how often it runs, from the entry or computation `start`
+        on; the inside of fusions is left out."""
+        stack: list[tuple[str, int]] = [(start or self.entry, 1)]
         while stack:
             computation, times = stack.pop()
             for instruction in self.computations.get(computation, {}).values():

@@ -20,6 +20,7 @@ from sage_jax.learn.optimizer import make_optimizer
 from sage_jax.learn.pack import MicroBatch
 from sage_jax.learn.update import Accumulator, TrainState, Update
 from sage_jax.models import attention, costs, lora, qwen, qwen_params
+from sage_jax.models import cache as kv
 from sage_jax.models.qwen_params import Param
 from sage_jax.models.stack import apart
 from sage_jax.rollout import decode
@@ -130,17 +131,18 @@ class StepPrograms:
                 c.rollout.slots,
                 c.rollout.buckets[-1],
                 max(c.rollout.max_new[role] for role in ROLES),
-                self.dtype,
-                None,
+                dtype=self.dtype,
+                layout=layout,
+                form=self._form,
             )
         )
         if layout is None:
             return like
 
+        axes = kv.AXES[self._form]
+
         def placed(x):
-            return jax.ShapeDtypeStruct(
-                x.shape, x.dtype, sharding=layout.sharding(qwen.CACHE_AXES, x.shape)
-            )
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout.sharding(axes, x.shape))
 
         return like._replace(cache={name: placed(x) for name, x in like.cache.items()})
 
@@ -228,6 +230,18 @@ class StepPrograms:
     def _static(self) -> dict[str, Any]:
         return {"cfg": self.cfg, "dtype": self.dtype, "layout": self.place.decode}
 
+    @property
+    def _form(self) -> str:
+        """Of the cache, as the engine chooses it."""
+        c = self.config
+        return kv.choose(
+            c.model.attention, self.cfg, c.rollout.buckets[-1], self.dtype, self.place.decode
+        )
+
+    @property
+    def _attend(self) -> str:
+        return self.config.model.attention
+
     def _prompts(self) -> tuple[Any, Any]:
         c = self.config
         rows, length = c.rollout.prefill_rows, bucket_of(c.tokens.max_prompt, c.rollout.buckets)
@@ -254,7 +268,7 @@ class StepPrograms:
         arguments = (self.weights, *self._prompts())
         return Abstract(
             "prefill",
-            lambda: decode.prefill.trace(*arguments, **self._static),
+            lambda: decode.prefill.trace(*arguments, **self._static, attend=self._attend),
             arguments,
             (self.state, self.slots(), self._kept_prefixes()),
             self._causal_share(arguments[1].shape[1]),
@@ -262,7 +276,8 @@ class StepPrograms:
 
     def _prefilled(self) -> tuple[Any, Any]:
         """Hidden states and cache prefix that a prefill call leaves."""
-        prefill = partial(decode.prefill, **{**self._static, "layout": None})
+        static = {**self._static, "layout": None, "attend": self._attend}
+        prefill = partial(decode.prefill, **static)
         hidden, prefix = jax.eval_shape(prefill, self.weights, *self._prompts())
         layout = self.place.decode
         if layout is None:
@@ -272,7 +287,7 @@ class StepPrograms:
             at = layout.sharding(axes, x.shape)
             return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=at)
 
-        cache = {name: placed(x, qwen.CACHE_AXES) for name, x in prefix.items()}
+        cache = {name: placed(x, kv.PREFIX_AXES) for name, x in prefix.items()}
         return placed(hidden, ("batch", None)), cache
 
     def _kept_prefixes(self) -> list[Tree]:
@@ -287,7 +302,7 @@ class StepPrograms:
         arguments = (self.weights, slots, hidden, prefix, lengths, starts)
         return Abstract(
             "insert",
-            lambda: decode.insert.trace(*arguments, **self._static),
+            lambda: decode.insert.trace(*arguments, **self._static, form=self._form),
             arguments,
             (self.state, self._kept_prefixes()),
         )
@@ -295,7 +310,8 @@ class StepPrograms:
     def decode(self) -> Abstract:
         r = self.config.rollout
         arguments = (self.weights, self.slots())
-        static = {**self._static, "steps": r.chunk, "read_length": r.buckets[-1]}
+        static = {**self._static, "form": self._form, "steps": r.chunk}
+        static["read_length"] = r.buckets[-1]
         return Abstract(
             "decode",
             lambda: decode.decode.trace(*arguments, **static),

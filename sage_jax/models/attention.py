@@ -46,7 +46,7 @@ def choose(kind: str, length: int, packed: bool, layout: Layout | None) -> str:
         raise ValueError(f"model.attention={kind!r}: choose one of {', '.join(KINDS)}")
     if kind == "auto":
         on_gpu = "blocked" if packed else "cudnn"
-        long = {"tpu": "splash", "gpu": on_gpu}.get(_platform(layout), "blocked")
+        long = {"tpu": "splash", "gpu": on_gpu}.get(platform(layout), "blocked")
         return "xla" if length <= PLAIN_UP_TO else long
     return "blocked" if kind == "cudnn" and packed else kind
 
@@ -81,13 +81,13 @@ def attend(
     if segment_bt is None:
         segment_bt = jnp.zeros(q_btnh.shape[:2], jnp.int32)
     if kind == "splash":
-        program = partial(_splash, interpret=_platform(layout) != "tpu")
+        program = partial(_splash, interpret=platform(layout) != "tpu")
     else:
         program = partial(_blocked, block=BLOCK)
     return _on_shards(program, layout)(q_btnh, k_btkh, v_btkh, segment_bt)
 
 
-def _platform(layout: Layout | None) -> str:
+def platform(layout: Layout | None) -> str:
     """Where the program will run: the mesh may be of chips that are not here."""
     platform = layout.mesh.devices.flat[0].platform if layout else jax.default_backend()
     return "gpu" if platform in ("cuda", "rocm") else platform

@@ -13,25 +13,16 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.layout import Layout as MemoryLayout
+from jax.experimental.layout import with_layout_constraint
 from jax.typing import DTypeLike
 
 from sage_jax.core.mesh import Layout
-from sage_jax.models import attention
+from sage_jax.models import attention, decode_attention
+from sage_jax.models import cache as kv
 from sage_jax.models.qwen_config import QwenConfig
 from sage_jax.models.qwen_params import LORA_A, LORA_B, Params, init, param_table
 from sage_jax.models.stack import over_layers, run_layers
-
-Cache = dict[str, jax.Array]
-
-CACHE_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
-# One (layer, position) a row, rows as a batch dimension: nothing moves between devices.
-_ROW_WRITE = jax.lax.ScatterDimensionNumbers(
-    update_window_dims=(1, 2),
-    inserted_window_dims=(0, 2),
-    scatter_dims_to_operand_dims=(0, 2),
-    operand_batching_dims=(1,),
-    scatter_indices_batching_dims=(0,),
-)
 
 _KEEP_ATTENTION = jax.checkpoint_policies.save_only_these_names(attention.SAVED)
 # What of a layer waits for the backward pass beside its input, by remat policy; the rest is
@@ -214,7 +205,7 @@ def prefill(
     dtype: DTypeLike = jnp.float32,
     layout: Layout | None = None,
     attend: str = "auto",
-) -> tuple[jax.Array, Cache]:
+) -> tuple[jax.Array, kv.Cache]:
     """Hidden state [b, d] of each row's last prompt token, and the cache {k, v: [l, b, p, k, h]}.
 
     Rows are right padded; cache entries past a row's length hold what the padding gave, and are
@@ -234,21 +225,26 @@ def prefill(
     hidden_bpd = _rms_norm(x_bpd, params["final_norm"], cfg.rms_norm_eps)
     last_b = jnp.maximum(lengths_b - 1, 0)
     last_bd = jnp.take_along_axis(hidden_bpd, last_b[:, None, None], axis=1)[:, 0]
-    cache = {name: _constrain(layout, c, *CACHE_AXES) for name, c in cache.items()}
+    cache = {name: _constrain(layout, c, *kv.PREFIX_AXES) for name, c in cache.items()}
     return _constrain(layout, last_bd, "batch", None), cache
 
 
-def init_cache(
-    cfg: QwenConfig,
-    slots: int,
-    length: int,
-    dtype: DTypeLike = jnp.float32,
-    layout: Layout | None = None,
-) -> Cache:
-    """Empty cache {k, v: [l, s, t, k, h]} for `slots` rows of `length` tokens, placed in shards."""
-    shape = (cfg.num_layers, slots, length, cfg.num_kv_heads, cfg.head_dim)
-    sharding = None if layout is None else layout.sharding(CACHE_AXES, shape)
-    return {name: jnp.zeros(shape, dtype, device=sharding) for name in ("k", "v")}
+def _as_stored(weights: Params, layout: Layout | None) -> Params:
+    """The weights of a layer, those of heads held to the order in memory that they have: left to
+    itself XLA turns their whole stacks around before a loop of steps, and holds them twice."""
+
+    def held(x: jax.Array) -> jax.Array:
+        return with_layout_constraint(x, MemoryLayout(tuple(range(x.ndim))))
+
+    found = dict(weights)
+    for name, axis in (("q_proj", "q_heads"), ("k_proj", "kv_heads"), ("v_proj", "kv_heads")):
+        program = held
+        if layout is not None:
+            spec = layout.sharding((None, axis, "head_dim")).spec
+            # The constraint is nothing that XLA could split: it would gather the weight for it.
+            program = jax.shard_map(held, mesh=layout.mesh, in_specs=spec, out_specs=spec)
+        found[name] = program(weights[name])
+    return found
 
 
 def decode_step(
@@ -256,50 +252,42 @@ def decode_step(
     cfg: QwenConfig,
     token_s: jax.Array,
     position_s: jax.Array,
-    cache: Cache,
+    cache: Any,
     *,
     read_length: int,
     dtype: DTypeLike = jnp.float32,
     layout: Layout | None = None,
-) -> tuple[jax.Array, Cache]:
+    form: str = "scatter",
+) -> tuple[jax.Array, Any]:
     """Hidden state [s, d] of one new token a row, and the cache with its keys and values.
 
     Row s writes at `position_s[s]` (nothing when that lies past the cache) and attends to cache
     positions 0..position_s[s] below the static `read_length`, which must exceed every live
-    position. Donate the cache: it is updated in place, one layer's slice at a time. On CPU make it
-    float32 whatever `dtype` is: XLA there widens a 16-bit cache whole around each write.
+    position. Donate the cache: it is updated in place, one layer's slice at a time. In the `form`
+    aside it is a `kv.Chunk` with room for a step more, and `position_s[s]` its start_s[s] + step in
+    each row that counts.
     """
-    _, slots, length, *head = cache["k"].shape
+    length = kv.length_of(cache, form)
     if read_length > length:
         raise ValueError(f"read_length {read_length} exceeds the cache of {length} positions")
-    mask_snqr = (jnp.arange(read_length)[None] <= position_s[:, None])[:, None, None, :]
     angles = rope_angles(cfg, position_s[:, None])
 
     def body(carry, layer):
         x_s1d, cache = carry
         index, weights = layer
+        if attention.platform(layout) == "tpu":
+            weights = _as_stored(weights, layout)
 
-        def attend(q_s1nh, k_s1kh, v_s1kh):
-            new = {"k": k_s1kh[:, 0], "v": v_s1kh[:, 0]}
-            where_s2 = jnp.stack([jnp.full_like(position_s, index), position_s], axis=1)
-            updated = {
-                name: jax.lax.scatter(c, where_s2, new[name].astype(c.dtype), _ROW_WRITE)
-                for name, c in cache.items()
-            }
-            updated = {name: _constrain(layout, c, *CACHE_AXES) for name, c in updated.items()}
-            size = (1, slots, read_length, *head)
-            read = {
-                name: jax.lax.dynamic_slice(c, (index, 0, 0, 0, 0), size)[0].astype(x_s1d.dtype)
-                for name, c in updated.items()
-            }
-            z = jax.nn.dot_product_attention(q_s1nh, read["k"], read["v"], mask=mask_snqr)
-            return z, updated
+        def attend(*qkv):
+            return decode_attention.attend(form, cache, index, qkv, position_s, read_length, layout)
 
         x_s1d, cache = _layer(x_s1d, weights, angles, attend, cfg, layout)
         return (x_s1d, cache), None
 
     x_s1d = _embed(params, token_s[:, None], dtype, layout)
     (x_s1d, cache), _ = over_layers(body, (x_s1d, cache), params["layers"])
+    if form == "aside":
+        cache = cache._replace(step=cache.step + 1)
     return _rms_norm(x_s1d[:, 0], params["final_norm"], cfg.rms_norm_eps), cache
 
 

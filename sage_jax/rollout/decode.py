@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sage_jax.core.mesh import Layout
+from sage_jax.models import cache as kv
 from sage_jax.models import qwen
 from sage_jax.rollout.sampling import Array, Truncation, sample
 
@@ -47,7 +48,7 @@ class RowFacts(NamedTuple):
 class Slots(NamedTuple):
     """The running batch. `token_s` is sampled but not yet in the cache; it goes to `position_s`."""
 
-    cache: dict[str, jax.Array]
+    cache: Any  # kv.Cache; inside `decode` a kv.Chunk where its form is `aside`
     token_s: jax.Array
     position_s: jax.Array
     facts: RowFacts
@@ -57,11 +58,19 @@ class Slots(NamedTuple):
     logps_sc: jax.Array
 
 
-@partial(jax.jit, static_argnums=range(6))
+@partial(jax.jit, static_argnums=range(4), static_argnames=("dtype", "layout", "form"))
 def empty_slots(
-    cfg: qwen.QwenConfig, slots: int, length: int, max_new: int, dtype, layout: Layout | None
+    cfg: qwen.QwenConfig,
+    slots: int,
+    length: int,
+    max_new: int,
+    *,
+    dtype,
+    layout: Layout | None,
+    form: str,
 ) -> Slots:
-    """No live rows; the cache holds `length` tokens a slot, all else is whole on every device."""
+    """No live rows; the cache, in a form of `kv.AXES`, holds `length` tokens a slot. All else is
+    whole on every device."""
     everywhere = None if layout is None else layout.sharding(())
 
     def full(shape, value, kind):
@@ -78,7 +87,7 @@ def empty_slots(
         zeros(slots, jnp.int32),
     )
     return Slots(
-        cache=qwen.init_cache(cfg, slots, length, dtype, layout),
+        cache=kv.init(cfg, slots, length, dtype, layout, form),
         token_s=zeros(slots, jnp.int32),
         position_s=zeros(slots, jnp.int32),
         facts=facts,
@@ -89,19 +98,21 @@ def empty_slots(
     )
 
 
-@partial(jax.jit, static_argnames=("cfg", "dtype", "layout"))
-def prefill(params, tokens_bp, lengths_b, *, cfg, dtype, layout):
+@partial(jax.jit, static_argnames=("cfg", "dtype", "layout", "attend"))
+def prefill(params, tokens_bp, lengths_b, *, cfg, dtype, layout, attend):
     """Last hidden state [b, d] and cache prefix {k, v: [l, b, p, k, h]} of right-padded prompts."""
-    return qwen.prefill(params, cfg, tokens_bp, lengths_b, dtype=dtype, layout=layout)
+    return qwen.prefill(
+        params, cfg, tokens_bp, lengths_b, dtype=dtype, layout=layout, attend=attend
+    )
 
 
-def _readable(slots: Slots, layout: Layout | None) -> Slots:
+def _readable(slots: Slots, layout: Layout | None, form: str) -> Slots:
     """The slots as `empty_slots` places them. All but the cache is small and whole on every device:
     so each process can read it, and the next call finds its input where this one left it."""
     if layout is None:
         return slots
     whole = jax.lax.with_sharding_constraint(slots._replace(cache={}), layout.sharding(()))
-    cache = {name: layout.constrain(c, *qwen.CACHE_AXES) for name, c in slots.cache.items()}
+    cache = {name: layout.constrain(c, *kv.AXES[form]) for name, c in slots.cache.items()}
     return whole._replace(cache=cache)
 
 
@@ -132,8 +143,8 @@ def _emit(slots: Slots, logits_sv: jax.Array) -> Slots:
     )
 
 
-@partial(jax.jit, static_argnames=("cfg", "dtype", "layout"), donate_argnames=("slots",))
-def insert(params, slots, hidden_bd, prefix, lengths_b, starts_rn, *, cfg, dtype, layout):
+@partial(jax.jit, static_argnames=("cfg", "dtype", "layout", "form"), donate_argnames=("slots",))
+def insert(params, slots, hidden_bd, prefix, lengths_b, starts_rn, *, cfg, dtype, layout, form):
     """Put prompts of `prefix` into slots and sample their first tokens.
 
     `starts_rn`: an array START [r] seen as int32 [r, n]; several may name the same source.
@@ -141,12 +152,11 @@ def insert(params, slots, hidden_bd, prefix, lengths_b, starts_rn, *, cfg, dtype
     slot_r, source_r, facts = _read_starts(starts_rn)
 
     def place(layer, cache):
-        placed = {}
-        for name, part in prefix.items():
-            of_layer = jax.lax.dynamic_index_in_dim(part, layer, keepdims=False)[source_r]
-            at = cache[name].at[layer, slot_r, : part.shape[2]]
-            placed[name] = at.set(of_layer, mode="drop")
-        return placed
+        of_layer = {
+            name: jax.lax.dynamic_index_in_dim(part, layer, keepdims=False)[source_r]
+            for name, part in prefix.items()
+        }
+        return kv.place(cache, layer, of_layer, slot_r, form)
 
     # Layer by layer: the gathered prefix never exists for the whole model.
     cache = jax.lax.fori_loop(0, cfg.num_layers, place, slots.cache)
@@ -167,7 +177,7 @@ def insert(params, slots, hidden_bd, prefix, lengths_b, starts_rn, *, cfg, dtype
         tokens_sc=slots.tokens_sc.at[slot_r, 0].set(token_r, mode="drop"),
         logps_sc=slots.logps_sc.at[slot_r, 0].set(logp_r, mode="drop"),
     )
-    return _readable(slots, layout)
+    return _readable(slots, layout, form)
 
 
 def _read_starts(starts_rn: jax.Array) -> tuple[jax.Array, jax.Array, RowFacts]:
@@ -186,10 +196,10 @@ def _read_starts(starts_rn: jax.Array) -> tuple[jax.Array, jax.Array, RowFacts]:
 
 @partial(
     jax.jit,
-    static_argnames=("cfg", "steps", "read_length", "dtype", "layout"),
+    static_argnames=("cfg", "steps", "read_length", "dtype", "layout", "form"),
     donate_argnames=("slots",),
 )
-def decode(params, slots, *, cfg, steps, read_length, dtype, layout):
+def decode(params, slots, *, cfg, steps, read_length, dtype, layout, form):
     """Up to `steps` more tokens for all live rows; stops early when none is left.
 
     `read_length`: cache positions read, at least the longest live row plus `steps`.
@@ -210,8 +220,16 @@ def decode(params, slots, *, cfg, steps, read_length, dtype, layout):
             read_length=read_length,
             dtype=dtype,
             layout=layout,
+            form=form,
         )
         slots = slots._replace(cache=cache, position_s=slots.position_s + slots.live_s)
         return step + 1, _emit(slots, qwen.head_logits(params, cfg, hidden_sd))
 
-    return _readable(jax.lax.while_loop(alive, advance, (jnp.int32(0), slots))[1], layout)
+    if form == "aside":
+        opened = kv.open_chunk(slots.cache, slots.position_s, steps, layout)
+        slots = slots._replace(cache=opened)
+    slots = jax.lax.while_loop(alive, advance, (jnp.int32(0), slots))[1]
+    if form == "aside":
+        closed = kv.close_chunk(slots.cache, slots.position_s, layout)
+        slots = slots._replace(cache=closed)
+    return _readable(slots, layout, form)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sage_jax.core.mesh import Layout, put
+from sage_jax.models import cache as kv
 from sage_jax.models.qwen import QwenConfig
 from sage_jax.rollout import decode as programs
 from sage_jax.rollout.admission import (
@@ -44,6 +45,7 @@ class Engine:
       prefill_rows: prompts in one prefill call.
       dtype: compute and cache type.
       layout: mesh and decode rules, None on one device.
+      attend: one of attention.KINDS, for prompts and for new tokens.
       notice: told in words before a program of a new shape is compiled.
     """
 
@@ -58,6 +60,7 @@ class Engine:
         prefill_rows: int = 8,
         dtype=jnp.float32,
         layout: Layout | None = None,
+        attend: str = "auto",
         notice: Callable[[str], None] = lambda words: None,
     ):
         self.notice = notice
@@ -66,7 +69,10 @@ class Engine:
         shares = 1 if layout is None else layout.parts("batch")
         few = shares * -(-prefill_rows // (4 * shares))
         self.prefill_rows = tuple(sorted({few, prefill_rows}))
-        self._static = {"cfg": cfg, "dtype": dtype, "layout": layout}
+        placed = {"dtype": dtype, "layout": layout}
+        self._prefill_static = {"cfg": cfg, **placed, "attend": attend}
+        placed["form"] = kv.choose(attend, cfg, self.buckets[-1], dtype, layout)
+        self._static = {"cfg": cfg, **placed}
         self._everywhere = None if layout is None else layout.sharding(())
         self._rows: list[Row | None] = [None] * slots
         self._count_s = np.zeros(slots, np.int64)  # tokens sampled
@@ -74,9 +80,7 @@ class Engine:
         self._prefilled = PrefixCache(KEPT_CALLS)
         self._params: Any = None
         self._slots: Any = None  # made by `start`
-        self._empty = partial(
-            programs.empty_slots, cfg, slots, self.buckets[-1], max_new, dtype, layout
-        )
+        self._empty = partial(programs.empty_slots, cfg, slots, self.buckets[-1], max_new, **placed)
         self.shapes: set[tuple] = set()
         self.transfers = 0
         self.live_steps = self.slot_steps = 0
@@ -204,7 +208,9 @@ class Engine:
             tokens_bp[b, : len(prompt)] = prompt
             lengths_b[b] = len(prompt)
         tokens_bp, lengths_b = self._to_device((tokens_bp, lengths_b))
-        hidden_bd, prefix = programs.prefill(self._params, tokens_bp, lengths_b, **self._static)
+        hidden_bd, prefix = programs.prefill(
+            self._params, tokens_bp, lengths_b, **self._prefill_static
+        )
         rows = {prompt: b for b, prompt in enumerate(call.prompts)}
         return Prefilled(rows, hidden_bd, prefix, lengths_b)
 
