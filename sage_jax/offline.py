@@ -220,6 +220,7 @@ def generate(
             prefill_rows=min(config.rollout.prefill_rows, enough),
             dtype=jnp.dtype(config.model.dtype),
             layout=place.decode,
+            attend=config.model.attention,
         )
         engine.start(decode_weights(model.weights, model.cfg, place, config.model.dtype))
         engine.submit(rows)

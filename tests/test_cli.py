@@ -38,6 +38,9 @@ def offline(mode, folder, tmp_path, rows, **fields):
     c = base()
     c.model.path, c.mesh.data, c.report.quiet = str(folder), 1, True
     c.rollout.slots, c.optim.micro_rows = 4, 4
+    for name, value in fields.items():
+        group, leaf = name.split("__")
+        c[group][leaf] = value
     source, target = tmp_path / "in.jsonl", tmp_path / f"{mode}.jsonl"
     source.write_text("".join(r if isinstance(r, str) else json.dumps(r) + "\n" for r in rows))
     job = modes.Job(validate(c), {}, tmp_path, source, target)
@@ -107,18 +110,21 @@ def test_bad_sources_are_all_named_before_a_model_is_loaded(tmp_path):
         assert part in result.stderr, result.stderr
 
 
-def test_generate_makes_no_more_slots_than_there_are_rows(tiny_folder, tmp_path, monkeypatch):
+def test_generate_makes_no_more_slots_than_there_are_rows_and_attends_as_told(
+    tiny_folder, tmp_path, monkeypatch
+):
     made = []
     real = offline_module.Engine
 
     def engine(cfg, **settings):
-        made.append((settings["slots"], settings["prefill_rows"]))
+        made.append((settings["slots"], settings["prefill_rows"], settings["attend"]))
         return real(cfg, **settings)
 
     monkeypatch.setattr(offline_module, "Engine", engine)
     row = {"id": "a", "prompt": "ana has 7", "n": 3, "max_new_tokens": 4}
-    assert offline("generate", tiny_folder, tmp_path, [row])[0] == 0
-    assert made == [(3, 3)]
+    fields = {"model__attention": "blocked"}
+    assert offline("generate", tiny_folder, tmp_path, [row], **fields)[0] == 0
+    assert made == [(3, 3, "blocked")]
 
 
 def test_generate_returns_every_sample_in_input_order(tiny_folder, tmp_path):
