@@ -6,12 +6,12 @@ Compiles the program that a rollout runs, `rollout.decode.decode`, at the widths
 chip: in a loop over stacked layers as a TPU runs it, with 4 and with 8 of them (a loop of 2 is
 unrolled), and with each layer in code of its own, 2 and 4. What a layer adds, times the model's 36,
 and what is left of the first make the whole; what is done once a chunk counts by a step's share.
-Bytes are those to and
-from HBM (`core/traffic.py`). They must not exceed 1.15 x (weights + cache up to the read length +
-logits), nor may temporaries exceed one layer's cache. Exit 1 when they do, in either form.
+Bytes are those to and from HBM (`core/traffic.py`). They must not exceed 1.15 x (weights + cache up
+to the read length + logits), nor may temporaries exceed one layer's cache. Exit 1 when they do, in
+either form.
 
-The compiler's own figure is printed beside: "bytes accessed" counts what is prefetched into the
-chip's own memory there once more, twice, and so is no traffic of HBM.
+The compiler's own figure is printed beside: its "bytes accessed" counts what is brought into the
+chip's own memory ahead of its use again where it is used there, which is no traffic of HBM.
 """
 
 import argparse
