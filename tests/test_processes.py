@@ -1,8 +1,8 @@
 """Two processes of four devices each form one run, and it is the run of one process."""
 
 import json
-import re
 import os
+import re
 import shutil
 import signal
 import time
