@@ -345,7 +345,8 @@ def test_page_and_readme_are_filled_from_results(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "words"), [(0.02, "20 ms"), (5, "5.0 s"), (600, "10.0 min"), (9000, "2.5 h")]
+    ("seconds", "words"),
+    [(0.02, "20 ms"), (0.87, "0.9 s"), (5, "5.0 s"), (600, "10.0 min"), (9000, "2.5 h")],
 )
 def test_durations_are_readable(seconds, words):
     assert report.duration(seconds) == words

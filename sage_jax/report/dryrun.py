@@ -54,7 +54,9 @@ def duration(seconds: float) -> str:
         return f"{seconds / 3600:.1f} h"
     if seconds >= 120:
         return f"{seconds / 60:.1f} min"
-    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.2g} ms"
+    if seconds >= 0.1:
+        return f"{seconds:.1f} s"
+    return f"{1000 * seconds:.2g} ms"
 
 
 def _memory(result: dict[str, Any]) -> str:
