@@ -96,17 +96,20 @@ def check_verdicts(samples: list[Sample], config) -> None:
 
 
 def update(run: Run, batches: list[Packed]) -> dict[str, float | None]:
-    """epochs x minibatches optimizer steps on one rollout; figures of the last one."""
+    """epochs x minibatches optimizer steps on one rollout; figures of the last one with a row."""
     if not batches:
         return {"tokens/trained": 0, "rows/taught": 0}
     if run.config.optim.epochs * len(batches) > 1:
         # The policy moves between these updates: ratios are taken against its start.
         batches = [_with_old_logps(run, packed) for packed in batches]
+    shown: dict = {}
     for _ in range(run.config.optim.epochs):
         for packed in batches:
             before = run.update.skipped(run.state)
             run.state, metrics = run.update.step(run.state, packed)
-            _check_finite(run, packed, before)
+            if packed.micros:  # an update of no row is always finite, and tells nothing
+                _check_finite(run, packed, before)
+            shown = metrics if packed.micros or not shown else shown
     slots = sum(micro.tokens_bt.size for packed in batches for micro in packed.micros)
     padding = sum(
         packed.padding_share * sum(micro.tokens_bt.size for micro in packed.micros)
@@ -115,7 +118,7 @@ def update(run: Run, batches: list[Packed]) -> dict[str, float | None]:
     trained = sum(int(packed.role_tokens.sum()) for packed in batches)
     figures = {"tokens/trained": trained, "padding/update": padding / slots if slots else None}
     figures["rows/taught"] = sum(len(ids) for packed in batches for ids in packed.ids)
-    return host_metrics(metrics) | figures
+    return host_metrics(shown) | figures
 
 
 def _with_old_logps(run: Run, packed: Packed) -> Packed:

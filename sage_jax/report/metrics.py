@@ -116,8 +116,12 @@ _TABLE = {
     "dual_clip_share": Metric("0..1", "share of trained tokens at the dual clip", "< 0.01"),
     "importance/mean": Metric("1", "mean sampler/learner weight, only when they are on", "near 1"),
     "kl": Metric("nats", "mean k3 estimate of KL to the starting model, only when it is on"),
-    "logp_gap/mean": Metric("nats", "mean |learner - sampler log-probability|", "< 0.01"),
-    "logp_gap/max": Metric("nats", "largest |learner - sampler log-probability|", "< 0.1"),
+    "logp_gap/mean": Metric(
+        "nats", "mean |learner - sampler log-probability| over the rows taught", "< 0.01"
+    ),
+    "logp_gap/max": Metric(
+        "nats", "largest |learner - sampler log-probability| in the rows taught", "< 0.1"
+    ),
     "skipped_updates": Metric("count", "updates skipped for a non-finite gradient so far", "0"),
     "tokens/generated": Metric("tokens", "response tokens sampled in this step"),
     "tokens/trained": Metric("tokens", "response tokens over which this step's loss is a mean"),
