@@ -65,7 +65,7 @@ MUTATIONS = {
         test_sage.test_rows_of_a_step_have_keys_of_their_own_and_other_steps_other_keys,
     ),
     "decoding is one position ahead": Mutation(
-        (decode, "decode", "slots.position_s,", "slots.position_s + 1,"),
+        (decode, "decode", "slots.position_s,\n ", "slots.position_s + 1,\n "),
         test_engine.assert_log_probs_are_those_of_a_full_pass,
         ONE_PROGRAM,
     ),
