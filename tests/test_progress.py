@@ -104,6 +104,8 @@ def test_the_closing_line_tells_first_last_and_best_accuracy(tmp_path):
     rows = [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3}, {"step": 4, "loss": 1}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert accuracy_summary(path) == "accuracy: not measured in this run"
+    path.write_text('{"step": 3, "valid/accuracy": 0.5}\n')
+    assert accuracy_summary(path).startswith("accuracy 0.5000 after 3 updates, measured once")
     for row, accuracy in zip(rows, (0.25, 0.5, 0.875, 0.875), strict=False):
         row["valid/accuracy"] = accuracy
     rows[3]["valid/accuracy"] = 0.75

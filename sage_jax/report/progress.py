@@ -214,6 +214,8 @@ def accuracy_summary(path: Path) -> str:
     if not measured:
         return "accuracy: not measured in this run"
     (_, first), (last_step, last) = measured[0], measured[-1]
+    if len(measured) == 1:
+        return f"accuracy {last:.4f} after {last_step} updates, measured once on these items"
     best_step, best = max(measured, key=lambda pair: (pair[1], -pair[0]))
     return (
         f"accuracy {first:.4f} -> {last:.4f} after {last_step} updates "
