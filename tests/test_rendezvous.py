@@ -1,5 +1,6 @@
 """What the processes of a run tell each other before JAX connects them."""
 
+import contextlib
 import socket
 import threading
 import time
@@ -26,21 +27,48 @@ def short(monkeypatch):
 
 def all_of(coordinator, *told, timeout=20.0):
     """What each process hears, "" for an agreement; the last of `told` starts first."""
-    heard = {}
+    heard = ["not done"] * len(told)
 
-    def one(mine):
+    def one(place):
         try:
-            agree(coordinator, mine, timeout)
-            heard[mine.index] = ""
+            agree(coordinator, told[place], timeout)
+            heard[place] = ""
         except ProcessError as error:
-            heard[mine.index] = str(error)
+            heard[place] = str(error)
 
-    threads = [threading.Thread(target=one, args=(mine,)) for mine in reversed(told)]
+    threads = [threading.Thread(target=one, args=(place,)) for place in reversed(range(len(told)))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(30)
-    return [heard[mine.index] for mine in told]
+    return heard
+
+
+@contextlib.contextmanager
+def process_0(coordinator, count, timeout=20.0):
+    """What process 0 of `count` hears, once the block is left."""
+    heard = []
+    thread = threading.Thread(
+        target=lambda: heard.extend(all_of(coordinator, Told(0, count, "N"), timeout=timeout))
+    )
+    thread.start()
+    yield heard
+    thread.join(30)
+
+
+def connected(coordinator, said=b""):
+    """A connection to process 0, as soon as that listens, over which `said` was sent."""
+    host, port = coordinator.split(":")
+    until = time.monotonic() + 10
+    while True:
+        try:
+            connection = socket.create_connection((host, int(port)), 5)
+        except ConnectionRefusedError:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        else:
+            connection.sendall(said)
+            return connection
 
 
 def named(*counts, variable="NUM_PROCESSES"):
@@ -78,24 +106,122 @@ def test_without_process_0_the_others_end_too(coordinator):
     assert f"process 0 of 2 does not answer at {coordinator} after 0.3 s" in said
 
 
-def test_strangers_at_the_port_and_those_that_leave_again_do_not_count(coordinator):
-    host, port = coordinator.split(":")
-    results = []
-    main = threading.Thread(target=lambda: results.extend(all_of(coordinator, Told(0, 2, "N"))))
-    main.start()
-    for noise in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"\xff\n", b""):
+NOISE = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"[1]\n",
+    b"\xff\n",
+    b"",
+    b"[" * 4000 + b"\n",
+    b"\0" * 5000,
+    b'{"index": [1], "count": 2, "variable": "N"}\n',
+    b'{"index": "1", "count": 2, "variable": "N"}\n',
+    b'{"index": true, "count": 2, "variable": "N"}\n',
+    b'{"index": 1, "count": {"a": 1}, "variable": "N"}\n',
+    b'{"index": 1, "count": 2, "variable": null}\n',
+    b'{"index": 7, "count": 2, "variable": "N"}\n',
+    b'{"index": 0, "count": 2, "variable": "N"}\n',
+    b'{"index": -1, "count": 2, "variable": "N"}\n',
+]
+
+
+@pytest.mark.parametrize("noise", NOISE, ids=range(len(NOISE)))
+def test_strangers_at_the_port_do_not_count(coordinator, noise):
+    with process_0(coordinator, 2) as heard, connected(coordinator, noise):
+        assert all_of(coordinator, Told(1, 2, "N")) == [""]
+    assert heard == [""]
+    with process_0(coordinator, 2, timeout=0.3) as heard, connected(coordinator, noise):
+        pass
+    assert "process 1 of 2 did not come within 0.3 s" in heard[0]
+
+
+def test_silent_and_dripping_strangers_delay_nobody(coordinator, monkeypatch):
+    monkeypatch.setattr(rendezvous, "LINGER", 60)
+    with contextlib.ExitStack() as strangers:
+        heard = strangers.enter_context(process_0(coordinator, 2))
+        for _ in range(6):
+            strangers.enter_context(connected(coordinator, b"{"))
+        assert all_of(coordinator, Told(1, 2, "N")) == [""]
+    assert heard == [""]
+
+
+def test_a_dripping_stranger_does_not_hold_process_0_past_its_timeout(coordinator):
+    with process_0(coordinator, 2, timeout=0.3) as heard, connected(coordinator) as stranger:
         until = time.monotonic() + 10
-        while time.monotonic() < until:
-            try:
-                with socket.create_connection((host, int(port)), 5) as stranger:
-                    stranger.sendall(noise)
-                break
-            except ConnectionRefusedError:
-                time.sleep(0.02)
-    with socket.create_connection((host, int(port)), 5) as gone:
-        gone.sendall(b'{"index": 1, "count": 2, "variable": "N"}\n')
-    main.join(30)
-    assert results == [""]
+        while not heard and time.monotonic() < until:
+            with contextlib.suppress(OSError):
+                stranger.sendall(b"{")
+            time.sleep(0.01)
+        assert "process 1 of 2 did not come within 0.3 s" in heard[0]
+
+
+@pytest.mark.parametrize("indices", [(0, 1, 1), (0, 1, 1, 2), (0, 2, 1, 2)])
+def test_a_number_that_two_were_given_is_told_to_all(coordinator, indices):
+    twin = max(indices, key=indices.count)
+    told = [Told(index, 4, "N") for index in indices]  # process 3 keeps the others waiting
+    for said in all_of(coordinator, *told):
+        assert said.startswith(f"PROCESS_ID={twin} was given to two processes")
+
+
+def test_one_that_left_and_comes_again_is_no_twin(coordinator):
+    with process_0(coordinator, 3) as heard:
+        connected(coordinator, b'{"index": 1, "count": 3, "variable": "N"}\n').close()
+        assert all_of(coordinator, Told(1, 3, "N"), Told(2, 3, "N")) == ["", ""]
+    assert heard == [""]
+
+
+def test_one_that_left_is_missing(coordinator):
+    with process_0(coordinator, 3, timeout=0.5) as heard:
+        connected(coordinator, b'{"index": 1, "count": 3, "variable": "N"}\n').close()
+    assert "process 1, 2 of 3 did not come within 0.5 s, or left again" in heard[0]
+
+
+@pytest.mark.parametrize(
+    "answer", [b'{"a":1}\n', b"null\n", b"0\n", b"[" * 4000 + b"\n", b"HTTP\n", b'"', b"x" * 5000]
+)
+def test_an_answer_that_is_none_of_process_0_is_refused(coordinator, answer):
+    host, port = coordinator.split(":")
+    with socket.create_server((host, int(port))) as server, contextlib.ExitStack() as stack:
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    stack.enter_context(server.accept()[0]).sendall(answer)
+
+        threading.Thread(target=serve, daemon=True).start()
+        (said,) = all_of(coordinator, Told(1, 2, "N"), timeout=0.2)
+    assert f"process 0 of 2 does not answer at {coordinator} after 0.2 s" in said
+
+
+def test_a_dripping_server_holds_nobody_past_the_deadline(coordinator):
+    host, port = coordinator.split(":")
+    heard = []
+    with socket.create_server((host, int(port))) as server:
+        one = threading.Thread(
+            target=lambda: heard.extend(all_of(coordinator, Told(1, 2, "N"), timeout=0.2))
+        )
+        one.start()
+        with server.accept()[0] as connection:
+            until = time.monotonic() + 10
+            while not heard and time.monotonic() < until:
+                with contextlib.suppress(OSError):
+                    connection.sendall(b" ")
+                time.sleep(0.01)
+        assert "process 0 of 2 does not answer" in heard[0]
+        one.join(30)
+
+
+def test_a_socket_that_tcp_connected_to_itself_is_not_process_0(coordinator, monkeypatch):
+    def to_itself(address, timeout):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        connection.settimeout(timeout)
+        connection.bind(address)
+        connection.connect(address)
+        return connection
+
+    monkeypatch.setattr(socket, "create_connection", to_itself)
+    (said,) = all_of(coordinator, Told(1, 2, "N"), timeout=0.2)
+    assert "does not answer" in said and "(nobody listens)" in said
 
 
 def test_a_port_that_is_taken_is_named(coordinator):

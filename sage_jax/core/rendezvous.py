@@ -7,14 +7,17 @@ told, over TCP on the coordinator's port; process 0 answers all alike and leaves
 
 import contextlib
 import json
+import selectors
 import socket
 import time
+from collections import Counter
 from dataclasses import dataclass
 
 from sage_jax.core.ending import ProcessError
 
 LINGER = 5.0  # seconds in which process 0 still answers those that come after a contradiction
 LONGEST = 4096  # bytes of a message
+NAMED = 20  # missing processes that a message names
 RETRY = 0.2  # seconds
 
 
@@ -27,11 +30,33 @@ class Told:
     variable: str
 
 
+@dataclass(eq=False)
+class _Peer:
+    """Whoever connected to process 0, and what came over the connection, which never blocks."""
+
+    connection: socket.socket
+    said: bytes = b""
+    told: Told | None = None
+
+    def hear(self) -> bool:
+        """Takes in what has come; whether it is still there, and may be a process of the run."""
+        try:
+            while len(self.said) < LONGEST and (part := self.connection.recv(LONGEST)):
+                self.said += part
+        except BlockingIOError:
+            self.told = _understood(self.said)
+            return self.told is not None or b"\n" not in self.said
+        except OSError:
+            pass  # gone, not as usual
+        return False
+
+
 def agree(coordinator: str, told: Told, timeout: float) -> None:
     """Returns when all processes have come and were told the same; to be called by each of them.
 
     coordinator: host:port of process 0. timeout: seconds to wait for the others. ProcessError, in
-    every process that came, naming those that did not, or the variable and both values.
+    every process that came, naming those that did not, a number that two were given (which shows
+    only while the others are awaited), or the variable and both values.
     """
     host, _, port = coordinator.rpartition(":")
     if told.index == 0:
@@ -44,35 +69,40 @@ def agree(coordinator: str, told: Told, timeout: float) -> None:
 
 def _hear_all(port: int, mine: Told, timeout: float) -> str:
     """What is wrong with the processes that came until `timeout`; all of them are told."""
-    until, problem, heard = time.monotonic() + timeout, "", set()
+    until, problem, missing = time.monotonic() + timeout, "", set(range(1, mine.count))
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(_listen(port))
         except OSError as error:
             return f"port {port} of the coordinator cannot be opened here ({error}): choose another"
-        connections = []
-        while len(heard) < mine.count - 1 and (left := until - time.monotonic()) > 0:
-            server.settimeout(left)
-            try:
-                connection = stack.enter_context(server.accept()[0])
-            except TimeoutError:
-                break
-            connection.settimeout(LINGER)
-            if (other := _read(connection)) is None:
-                continue  # whoever that was
-            connections.append(connection)
-            heard.add(other.index)
-            if not problem and (problem := _contradiction(other, mine)):
+        server.setblocking(False)
+        selector = stack.enter_context(selectors.DefaultSelector())
+        selector.register(server, selectors.EVENT_READ)
+        peers: set[_Peer] = set()
+        while (left := until - time.monotonic()) > 0:
+            ready = selector.select(left if missing else 0)
+            if not missing and not ready:
+                break  # nor does another wait at the door
+            for key, _ in ready:
+                if key.data is None:
+                    with contextlib.suppress(OSError):  # it has gone since
+                        peer = _Peer(stack.enter_context(server.accept()[0]))
+                        peer.connection.setblocking(False)
+                        selector.register(peer.connection, selectors.EVENT_READ, peer)
+                        peers.add(peer)
+                elif not key.data.hear():
+                    selector.unregister(key.data.connection)
+                    key.data.connection.close()
+                    peers.remove(key.data)
+            others = [peer.told for peer in peers if peer.told]
+            if not problem and (problem := _contradiction(others, mine)):
                 until = min(until, time.monotonic() + LINGER)
-        if not problem and (missing := sorted(set(range(1, mine.count)) - heard)):
-            problem = (
-                f"process {', '.join(map(str, missing))} of {mine.count} did not come within "
-                f"{timeout:g} s: start all of them, with the same coordinator, whose port all "
-                "hosts must reach"
-            )
-        for connection in connections:
+            missing = set(range(1, mine.count)) - {other.index for other in others}
+        if not problem and missing:
+            problem = _absence(sorted(missing), mine.count, timeout)
+        for peer in peers:
             with contextlib.suppress(OSError):  # it has gone since
-                connection.sendall(json.dumps(problem).encode() + b"\n")
+                peer.connection.sendall(json.dumps(problem).encode() + b"\n")
     return problem
 
 
@@ -82,20 +112,34 @@ def _listen(port: int) -> socket.socket:
     return socket.create_server(("", port))
 
 
-def _read(connection: socket.socket) -> Told | None:
+def _understood(line: bytes) -> Told | None:
+    """The message of a process; None for whatever else comes to an open port."""
     try:
-        with connection.makefile("rb") as lines:
-            return Told(**json.loads(lines.readline(LONGEST)))
-    except (OSError, ValueError, TypeError):
+        told = Told(**json.loads(line))
+    except (ValueError, TypeError, RecursionError):
         return None
+    typed = [type(value) for value in vars(told).values()] == [int, int, str]
+    return told if typed and 0 < told.index < told.count else None
 
 
-def _contradiction(other: Told, mine: Told) -> str:
-    if other.count == mine.count:
-        return ""
+def _contradiction(others: list[Told], mine: Told) -> str:
+    for other in others:
+        if other.count != mine.count:
+            return (
+                f"{other.variable}={other.count} in process {other.index}, but {mine.variable}="
+                f"{mine.count} in process 0: give all processes of a run the same number"
+            )
+    for index, times in Counter(other.index for other in others).items():
+        if times > 1:
+            return f"PROCESS_ID={index} was given to two processes: give each its own number"
+    return ""
+
+
+def _absence(missing: list[int], count: int, timeout: float) -> str:
+    names = ", ".join(map(str, missing[:NAMED])) + (", ..." if len(missing) > NAMED else "")
     return (
-        f"{other.variable}={other.count} in process {other.index}, but {mine.variable}="
-        f"{mine.count} in process 0: give all processes of a run the same number"
+        f"process {names} of {count} did not come within {timeout:g} s, or left again: start all "
+        "of them, with the same coordinator, whose port all hosts must reach"
     )
 
 
@@ -104,12 +148,12 @@ def _tell(address: tuple[str, int], told: Told, timeout: float) -> str:
     until, failure = time.monotonic() + timeout, ""
     while (left := until - time.monotonic()) > 0:
         try:
-            with socket.create_connection(address, left) as connection:
+            with socket.create_connection(address, min(left, LINGER)) as connection:
+                if connection.getsockname() == connection.getpeername():
+                    raise ConnectionError("nobody listens")  # TCP connected the socket to itself
                 connection.sendall(json.dumps(vars(told)).encode() + b"\n")
-                connection.settimeout(timeout + LINGER)  # it may have started after this one
-                with connection.makefile("rb") as lines:
-                    return json.loads(lines.readline(LONGEST))
-        except (OSError, ValueError) as error:  # not there yet, or gone before it answered
+                return _answer(connection, until + LINGER)  # process 0 started a little later
+        except (OSError, ValueError, RecursionError) as error:  # not there yet, or not process 0
             failure = str(error)
         time.sleep(RETRY)
     return (
@@ -117,3 +161,19 @@ def _tell(address: tuple[str, int], told: Told, timeout: float) -> str:
         f"{timeout:g} s ({failure}): start all processes, with the same coordinator, whose port "
         "all hosts must reach"
     )
+
+
+def _answer(connection: socket.socket, until: float) -> str:
+    """The line that process 0 sends; OSError or ValueError if none comes, or another thing."""
+    said = b""
+    while b"\n" not in said and len(said) <= LONGEST:
+        if (left := until - time.monotonic()) <= 0:
+            raise TimeoutError("timed out")
+        connection.settimeout(left)
+        if not (part := connection.recv(LONGEST)):
+            raise ConnectionError("it left without an answer")
+        said += part
+    answer = json.loads(said)
+    if not isinstance(answer, str):
+        raise ValueError(f"its answer is no answer of process 0: {said[:40]!r}")
+    return answer
