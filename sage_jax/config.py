@@ -6,6 +6,7 @@ A config file imports `base`, changes what it needs and returns the result from 
 import dataclasses
 import difflib
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from sage_jax.spelling import hint
 ROLES = ("challenger", "planner", "solver", "critic")
 INF = float("inf")
 LARGEST = {int: 2**31 - 1, float: 3e38}  # what arrays of 32 bits hold: no infinity
-
 
 # What a field's default stands for with each reward set (method.rewards).
 FOLLOWS_REWARDS: dict[str, dict[str, Any]] = {
@@ -235,6 +235,13 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+def recorded(flat: dict[str, Any]) -> dict[str, Any]:
+    """`flat` as a run records it: a local folder in model.path is absolute, found from anywhere."""
+    path = flat.get("model.path", "")
+    local = not path.startswith("asset:") and os.path.isdir(path)
+    return flat | {"model.path": str(Path(path).absolute())} if local else flat
+
+
 def nearest(name: str) -> str:
     """A hint such as ' (did you mean optim.lr?)', empty when nothing is close."""
     group, _, leaf = name.rpartition(".")
@@ -250,7 +257,8 @@ def nearest(name: str) -> str:
     return f" (did you mean {best}?)" if likeness(best) > 0.6 else ""
 
 
-def _field_problems(name: str, value: Any) -> list[str]:
+def field_problems(name: str, value: Any) -> list[str]:
+    """What is wrong with the value of one field by itself; [] when nothing is."""
     field = SCHEMA[name]
     kind = type(field.default)
     if type(value) is not kind and not (kind is float and type(value) is int):
@@ -258,8 +266,7 @@ def _field_problems(name: str, value: Any) -> list[str]:
     if field.choices and value not in field.choices:
         known = ", ".join(field.choices)
         return [f"{name}={value!r}: choose one of {known}{hint(value, field.choices)}"]
-    members: Any = value if kind is tuple else ()
-    if any(not isinstance(x, field.item) or type(x) is bool for x in members):
+    if kind is tuple and any(type(x) is bool or not isinstance(x, field.item) for x in value):
         return [f"{name}={value!r}: expected {field.item.__name__} members ({field.unit})"]
     if kind in LARGEST:
         low, high = max(field.low, -LARGEST[kind]), min(field.high, LARGEST[kind])
@@ -357,7 +364,7 @@ def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
     ]
     for name in SCHEMA:
         if name in flat:
-            problems += _field_problems(name, flat[name])
+            problems += field_problems(name, flat[name])
     if not problems:
         problems = _cross_problems(ml_collections.ConfigDict(config))
     if problems:
@@ -368,15 +375,14 @@ def validate(config: Mapping) -> ml_collections.FrozenConfigDict:
             group, leaf = name.split(".")
             with resolved[group].ignore_type():  # -1 may have been written without its point
                 resolved[group][leaf] = values[resolved.method.rewards]
-    if not resolved.lora.alpha:
-        with resolved.lora.ignore_type():
-            resolved.lora.alpha = 2.0 * resolved.lora.rank
+    with resolved.lora.ignore_type():
+        resolved.lora.alpha = resolved.lora.alpha or 2.0 * resolved.lora.rank
     return ml_collections.FrozenConfigDict(resolved)
 
 
 def dump(config: Mapping, overrides: Mapping[str, Any], path: Path) -> None:
     """Write {field: {value, source}}; source is default, file or command line."""
-    flat, rows = flatten(config), {}
+    flat, rows = recorded(flatten(config)), {}
     resolved = {n: values[flat["method.rewards"]] for n, values in FOLLOWS_REWARDS.items()}
     resolved["lora.alpha"] = 2.0 * flat["lora.rank"]
     for name, value in flat.items():

@@ -21,6 +21,7 @@ from sage_jax.methods.graph import Cancelled
 from sage_jax.methods.measure import accuracy, all_samples
 from sage_jax.methods.sage import Sage
 from sage_jax.models import hf, lora, peft
+from sage_jax.overrides import refuse_fine_tuned
 from sage_jax.report.progress import Progress, accuracy_summary, setup_logging
 from sage_jax.resume import check_fit
 from sage_jax.run import start
@@ -98,6 +99,7 @@ def run_train(job: Job, stop) -> int:
     """Train, or continue, in the work directory."""
     config = job.config
     hosts.check_shared(job.workdir)
+    refuse_fine_tuned(job.workdir)
     done = newest_step(job.workdir / "checkpoints")
     if done is not None and done >= config.train.steps:
         say(
@@ -149,12 +151,15 @@ def trained_model(job: Job, place: Placement) -> tuple[Model, str]:
     """The newest checkpoint of the work directory, else model.path; and which it was.
 
     A model.path on the command line wins over a work directory that nobody named. ConfigError
-    when the one that was named holds no checkpoint.
+    when the one that was named holds no checkpoint, or it holds those of --mode=sft.
     """
     folder = job.workdir / "checkpoints"
     if job.named:
         hosts.check_shared(job.workdir)
-    step = newest_step(folder) if job.named or "model.path" not in job.overrides else None
+    step = None
+    if job.named or "model.path" not in job.overrides:
+        refuse_fine_tuned(job.workdir)
+        step = newest_step(folder)
     if step is None and job.named:
         raise schema.ConfigError(
             f"--workdir={job.workdir}: holds no checkpoint; check the path, or leave it out to use "

@@ -3,6 +3,7 @@ what a run says of the model in its checkpoints."""
 
 import ast
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 from absl import flags
 from ml_collections import config_flags
 
-from sage_jax.config import SCHEMA, ConfigError, flatten, nearest
+from sage_jax.config import SCHEMA, ConfigError, field_problems, flatten, nearest, recorded
 
 # Of a run, what its checkpoints cannot be read without, and the two that may be given otherwise:
 # its model may have moved, its compute type is free.
@@ -61,25 +62,21 @@ def take_model_of_run(config: Any, given: Mapping[str, Any], workdir: Path) -> l
     `given` on the command line; nothing where it has no checkpoint or no config.json.
 
     Returns what of the config file was set aside, as "field=value, not value". ConfigError naming
-    both values when a given one contradicts the checkpoints.
+    both values when a given one contradicts the checkpoints, or config.json when it cannot be
+    taken.
     """
     path = workdir / "config.json"
-    if not path.is_file() or not any((workdir / "checkpoints").glob("[0-9]*")):
+    refuse_fine_tuned(workdir)
+    if not os.path.lexists(path) or not any((workdir / "checkpoints").glob("[0-9]*")):
         return []
-    try:
-        rows = json.loads(path.read_bytes())
-        recorded = {name: rows[name]["value"] for name in MODEL_OF_RUN}
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{path}: is not the config of a run; bring it back, or move it"
-        ) from error
+    of_run = _model_of_run(path)
     if not given.get("lora.alpha"):  # 0 stands for twice the rank
         given = {name: value for name, value in given.items() if name != "lora.alpha"}
-    if wrong := [n for n in MADE_WITH if n in given and given[n] != recorded[n]]:
-        told = "\n  ".join(f"{n}={given[n]!r}: {path} has {recorded[n]!r}" for n in wrong)
+    if wrong := [n for n in MADE_WITH if n in given and given[n] != of_run[n]]:
+        told = "\n  ".join(f"{n}={given[n]!r}: {path} has {of_run[n]!r}" for n in wrong)
         raise ConfigError(f"{told}\n  leave {' and '.join(wrong)} out: the run's own are taken")
-    before, aside = flatten(config), []
-    for name, value in recorded.items():
+    before, aside = recorded(flatten(config)), []
+    for name, value in of_run.items():
         if name in given:
             continue
         if before[name] not in (value, SCHEMA[name].default):
@@ -90,3 +87,43 @@ def take_model_of_run(config: Any, given: Mapping[str, Any], workdir: Path) -> l
     if "lora.path" not in given:
         config.lora.path = ""  # where it started from: the adapter is that of the checkpoint
     return aside
+
+
+def _model_of_run(path: Path) -> dict[str, Any]:
+    """MODEL_OF_RUN as a run's config.json has it. ConfigError naming the file.
+
+    Runs from before there were adapters have no lora fields: they trained all weights.
+    """
+    try:
+        rows = json.loads(path.read_bytes())
+        absent = {name: {"value": SCHEMA[name].default} for name in MADE_WITH if name not in rows}
+        of_run = {name: (rows | absent)[name]["value"] for name in MODEL_OF_RUN}
+    except OSError as error:
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); bring it back, or move it"
+        ) from error
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(
+            f"{path}: is not the config of a run; bring it back, or move it"
+        ) from error
+    if problems := [line for name in of_run for line in field_problems(name, of_run[name])]:
+        told = "\n  ".join(problems)
+        raise ConfigError(f"{path}: is not what a run wrote; bring it back, or move it:\n  {told}")
+    return of_run
+
+
+def refuse_fine_tuned(workdir: Path) -> None:
+    """ConfigError when the checkpoints in `workdir` are those of --mode=sft, each one tree named
+    `state`: no run can go on from them, but its model can be loaded."""
+    if not any((workdir / "checkpoints").glob("[0-9]*/state")):
+        return
+    model = workdir / "model"
+    if not (model / "config.json").is_file():
+        raise ConfigError(
+            f"{workdir} holds checkpoints of --mode=sft, which has not finished; run it to its end "
+            f"and give {model} as --config.model.path"
+        )
+    raise ConfigError(
+        f"{workdir} holds checkpoints of --mode=sft; its model is {model}, give it as "
+        "--config.model.path, with another --workdir"
+    )

@@ -3,7 +3,7 @@
 import json
 from typing import Any
 
-from sage_jax.config import ConfigError, flatten
+from sage_jax.config import ConfigError, flatten, recorded
 from sage_jax.core.checkpoint import CheckpointError, Checkpoints
 from sage_jax.learn.update import TrainState
 from sage_jax.report.progress import Progress
@@ -45,7 +45,8 @@ def check_fit(checkpoints: Checkpoints, step: int, model: Model, config) -> None
     """ConfigError when the checkpoint holds parameters of other shapes than model.path and lora
     give, or an adapter that is meant otherwise or for another base."""
     host = checkpoints.host(step)
-    now, before = config.model.path, host["config"].get("model.path")
+    now = recorded(flatten(config))["model.path"]
+    before = recorded(host["config"]).get("model.path")
     ranks = {name: host["config"].get(name, 0) for name in ("lora.rank", "lora.alpha")}
     here = {"lora.rank": config.lora.rank, "lora.alpha": config.lora.alpha}
     if ranks != here:
@@ -80,7 +81,7 @@ def _lora_words(values: dict[str, Any]) -> str:
 
 def changed_fields(before: dict, config) -> list[str]:
     """Fields whose values are not those that the checkpoint was written with."""
-    now = json.loads(json.dumps(flatten(config)))
+    now, before = json.loads(json.dumps(recorded(flatten(config)))), recorded(before)
     reference = " and the KL reference" if config.optim.kl_coef > 0 else ""
     remarks = {
         "model.path": "; the weights are those of the checkpoint, only the tokenizer"

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sage_jax import roles
-from sage_jax.config import ConfigError, flatten
+from sage_jax.config import ConfigError, flatten, recorded
 from sage_jax.core import hosts
 from sage_jax.core.checkpoint import CheckpointError, Checkpoints
 from sage_jax.evaluate import first_of_each_domain, set_of
@@ -106,7 +106,8 @@ class Run:
         self.engine.start(lora.attach(self.decode_base, adapter))
 
     def host_state(self) -> dict:
-        state = {"step": self.step, "pool": self.pool.to_json(), "config": flatten(self.config)}
+        config = recorded(flatten(self.config))
+        state = {"step": self.step, "pool": self.pool.to_json(), "config": config}
         state["valid"] = self.valid_set
         if self.model.lora is not None:
             state["base"] = self.model.fingerprint

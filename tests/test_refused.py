@@ -1,10 +1,13 @@
 """What cannot be run is refused before it costs anything, by name, and leaves no trace."""
 
+import numpy as np
 import pytest
 from test_train import job, small_config
 
 from sage_jax import modes
-from sage_jax.config import ConfigError
+from sage_jax.config import ConfigError, base
+from sage_jax.core.checkpoint import Checkpoints
+from sage_jax.overrides import take_model_of_run
 from sage_jax.run import load_tasks, start
 from sage_jax.runtime import load_model, placement
 from sage_jax.tasks.sources import SourceError
@@ -88,3 +91,29 @@ def test_a_missing_prompt_set_and_seeds_met_in_validation_are_config_errors(tiny
         config = small_config(tiny_asset, **changes)
         with pytest.raises(ConfigError, match=part), start(config, tmp_path, lambda: False):
             pass
+
+
+def test_the_work_directory_of_a_fine_tuning_is_refused_with_its_model(tmp_path):
+    workdir, config = tmp_path / "tuned", small_config("absent", train__steps=1)
+    saved = Checkpoints(workdir / "checkpoints", 1)
+    saved.save(2, {"state": {"x": np.zeros(1)}}, {}, None)
+    saved.close()
+    (tmp_path / "in.jsonl").write_text("")
+    files = (tmp_path / "in.jsonl", tmp_path / "out")
+    wanted = modes.Job(config, {}, workdir, *files, named=True)
+    reading = ("train", "eval", "generate", "score", "export")
+
+    def refused(said):
+        for mode in reading:
+            with pytest.raises(
+                ConfigError, match=f"{workdir} holds checkpoints of --mode=sft{said}"
+            ):
+                modes.MODES[mode](wanted, lambda: False)
+        with pytest.raises(ConfigError, match=said):
+            take_model_of_run(base(), {"lora.rank": 4}, workdir)
+
+    refused(", which has not finished")
+    (workdir / "model").mkdir()
+    (workdir / "model" / "config.json").write_text("{}")
+    refused(f"; its model is {workdir}/model, give it as --config.model.path")
+    assert {path.name for path in tmp_path.iterdir()} == {"tuned", "in.jsonl"}
