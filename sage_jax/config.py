@@ -259,14 +259,14 @@ def nearest(name: str) -> str:
 
 def field_problems(name: str, value: Any) -> list[str]:
     """What is wrong with the value of one field by itself; [] when nothing is."""
-    field = SCHEMA[name]
-    kind = type(field.default)
+    field, kind = SCHEMA[name], type(SCHEMA[name].default)
     if type(value) is not kind and not (kind is float and type(value) is int):
         return [f"{name}={value!r}: expected {kind.__name__} ({field.unit}: {field.help})"]
     if field.choices and value not in field.choices:
         known = ", ".join(field.choices)
         return [f"{name}={value!r}: choose one of {known}{hint(value, field.choices)}"]
-    if kind is tuple and any(type(x) is bool or not isinstance(x, field.item) for x in value):
+    members: Any = value if kind is tuple else ()
+    if any(not isinstance(x, field.item) or type(x) is bool for x in members):
         return [f"{name}={value!r}: expected {field.item.__name__} members ({field.unit})"]
     if kind in LARGEST:
         low, high = max(field.low, -LARGEST[kind]), min(field.high, LARGEST[kind])
