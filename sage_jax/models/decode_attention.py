@@ -49,10 +49,13 @@ def attend(
     `position_s` is the token's place in its row, below `read_length` where the row counts. A cache
     in the form `aside` is an open `Chunk`.
     """
-    program = _aside if form == "aside" else _paged if form == "paged" else _scatter
-    if form == "cudnn":
-        program = partial(_scatter, implementation="cudnn")
-    return program(cache, layer, qkv, position_s, read_length, layout)
+    programs = {
+        "scatter": _scatter,
+        "cudnn": partial(_scatter, implementation="cudnn"),
+        "aside": _aside,
+        "paged": _paged,
+    }
+    return programs[form](cache, layer, qkv, position_s, read_length, layout)
 
 
 def _constrain(layout: Layout | None, x: jax.Array, axes: tuple[str, ...]) -> jax.Array:
