@@ -6,21 +6,22 @@
 # --devices=N        fake devices each process shows, to try a mesh (default 1)
 # --processes=N      processes that form one run through jax.distributed (default 1)
 # --port=N           port of their coordinator (default 12355)
+# --logs=DIR         where several processes write local-N.log (default runs in the project)
 # --venv=DIR         environment to make or use (default .venv in the project)
 # --python=FILE      Python that makes it (default python3)
 # --skip-install     use the environment as it is
 # --dry-run          print every command and run none
 # --help             this text
 #
-# Several processes each print to runs/local-N.log; when one fails, the others are stopped.
+# When one of several processes fails, the others are stopped.
 set -euo pipefail
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 # shellcheck source=lib.sh
 source "$ROOT/launch/lib.sh"
 
 SWITCHES="skip-install"
-VALUES="devices processes port venv python"
-DEVICES=1 PROCESSES=1 PORT=12355 VENV="$ROOT/.venv" PYTHON=python3 SKIP_INSTALL=""
+VALUES="devices processes port logs venv python"
+DEVICES=1 PROCESSES=1 PORT=12355 LOGS=runs VENV="$ROOT/.venv" PYTHON=python3 SKIP_INSTALL=""
 parse_flags "$@"
 need_number --devices "$DEVICES" 1
 need_number --processes "$PROCESSES" 1
@@ -42,18 +43,24 @@ fi
 
 # Each line is one process, so that a dry run shows what would be started side by side.
 pids=()
-stop_all() { ((${#pids[@]} == 0)) || kill -TERM "${pids[@]}" 2>/dev/null || true; }
+stopped=""
+stop_all() {
+    stopped=1
+    ((${#pids[@]} == 0)) || kill -TERM "${pids[@]}" 2>/dev/null || true
+}
 trap stop_all TERM INT
 command+=(JAX_CPU_COLLECTIVES_IMPLEMENTATION=gloo "COORDINATOR_ADDRESS=127.0.0.1:$PORT"
     "NUM_PROCESSES=$PROCESSES")
-run mkdir -p runs
+run mkdir -p "$LOGS"
 for ((i = 0; i < PROCESSES; i++)); do
     one=("${command[@]}" "PROCESS_ID=$i" "${main[@]}")
-    printf '+ %s > runs/local-%d.log 2>&1 &\n' "$(quoted "${one[@]}")" "$i" >&2
+    printf '+ %s > %q 2>&1 &\n' "$(quoted "${one[@]}")" "$LOGS/local-$i.log" >&2
     [[ -z $DRY_RUN ]] || continue
-    "${one[@]}" >"runs/local-$i.log" 2>&1 &
+    : >"$LOGS/local-$i.log" # a process stopped at once never opens it
+    "${one[@]}" >"$LOGS/local-$i.log" 2>&1 &
     pids+=("$!")
 done
+[[ -z $stopped ]] || stop_all # a signal during the start
 worst=0
 for _ in "${pids[@]}"; do
     code=0
@@ -63,7 +70,7 @@ done
 wait # a signal ends one of the waits above early
 if ((worst)); then
     for ((i = 0; i < PROCESSES; i++)); do
-        tail -n 3 "runs/local-$i.log" >&2
+        tail -n 3 "$LOGS/local-$i.log" >&2
     done
 fi
 exit "$worst"

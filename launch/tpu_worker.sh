@@ -46,14 +46,18 @@ else
     # In a session of its own, which outlives the connection. The code is written under another name
     # first: a reader never sees half of it.
     # shellcheck disable=SC2016 # expanded by the inner shell
-    inner='"${@:2}" & child=$!
-trap "kill -TERM $child" TERM
-while code=0; wait "$child" || code=$?; kill -0 "$child" 2>/dev/null; do :; done
+    inner='stopped="" child=""
+trap "if [[ -n \$child ]]; then kill -TERM \$child; else stopped=1; fi" TERM
+"${@:2}" & child=$!
+[[ -z $stopped ]] || kill -TERM "$child"
+while wait "$child"; kill -0 "$child" 2>/dev/null; do :; done # a signal ends a wait early
+code=0; wait "$child" || code=$?
 echo "$code" >"$1.part"
 mv "$1.part" "$1.rc"'
     start=(setsid bash -c "$inner" start "$state" "$python" -u -m sage_jax.main "${ARGS[@]}")
     printf '+ nohup %s > %q 2>&1 &\n' "$(quoted "${start[@]}")" "$state.log" >&2
     if [[ -z $DRY_RUN ]]; then
+        : >"$state.log"
         nohup "${start[@]}" >"$state.log" 2>&1 </dev/null &
         echo "$!" >"$state.pid"
     fi
@@ -62,6 +66,7 @@ if [[ -n $DRY_RUN ]]; then
     run tail -n +1 --pid=PID -F "$state.log"
     exit 0
 fi
-tail -n +1 --pid="$(<"$state.pid")" -F "$state.log" 2>/dev/null
+# Its own exit code tells of the log file, not of the run.
+tail -n +1 --pid="$(<"$state.pid")" -F "$state.log" 2>/dev/null || true
 [[ -f $state.rc ]] || die "$TAG ended without an exit code: it was killed, see $ROOT/$state.log"
 exit "$(<"$state.rc")"

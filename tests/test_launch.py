@@ -171,6 +171,7 @@ def test_local_processes_get_one_coordinator_and_their_own_numbers(tmp_path):
         "--skip-install",
         "--processes=2",
         "--port=4444",
+        f"--logs={tmp_path}/logs",
         *TRAIN,
     )
     assert code == 0, text
@@ -182,11 +183,11 @@ def test_local_processes_end_together_when_one_fails(tmp_path):
     stand_in(
         tmp_path / "bin", "python", "[[ $PROCESS_ID == 1 ]] || exec sleep 30; echo broken; exit 3"
     )
-    code, text = shell(
-        "local_cpu.sh", f"--venv={tmp_path}", "--skip-install", "--processes=2", *TRAIN
-    )
+    flags = (f"--venv={tmp_path}", f"--logs={tmp_path}", "--skip-install", "--processes=2")
+    code, text = shell("local_cpu.sh", *flags, *TRAIN)
     assert code == 3
     assert "broken" in text
+    assert (tmp_path / "local-1.log").read_text() == "broken\n"
 
 
 @pytest.fixture(scope="module")

@@ -217,6 +217,23 @@ def test_hosts_of_a_slice_share_one_folder_which_one_of_them_fills():
     assert code == 2 and "--workdir=mine" in text and "below runs" in text
 
 
+@pytest.mark.parametrize("code", [0, 2, 143])
+def test_worker_ends_with_the_code_of_the_run_whatever_becomes_of_its_log(tmp_path, code):
+    shutil.copytree(LAUNCH, tmp_path / "launch")
+    stand_in(tmp_path / ".venv" / "bin", "python", f"exit {code}")
+    # tail ends with 1 where the file was not there at its start.
+    stand_in(tmp_path / "bin", "tail", "while [[ ! -f $STATE/t.rc ]]; do sleep 0.02; done; exit 1")
+    done, text = shell(
+        "tpu_worker.sh",
+        "--tag=t",
+        *TRAIN,
+        path=tmp_path / "bin",
+        launch=tmp_path / "launch",
+        STATE=str(tmp_path / ".launch"),
+    )
+    assert done == code, text
+
+
 def test_worker_passes_sigterm_to_the_run_and_waits_until_it_has_saved(tmp_path):
     shutil.copytree(LAUNCH, tmp_path / "launch")
     body = """
