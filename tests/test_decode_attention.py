@@ -11,14 +11,19 @@ from sage_jax.core.mesh import DECODE_RULES, Layout, make_mesh
 from sage_jax.models import cache as kv
 from sage_jax.models import decode_attention
 from sage_jax.models.qwen_config import QwenConfig
+from sage_jax.models.stack import over_layers
 
 LAYERS, KV_HEADS, GROUPS = 2, 2, 2
 
 
 def turned(cache, source, form):
     """A cache of one form in another."""
-    order = [kv.AXES[source].index(axis) for axis in kv.AXES[form]]
-    return {name: jnp.transpose(c, order) for name, c in cache.items()}
+    if source == "apart":
+        cache = {name: jnp.stack(c) for name, c in cache.items()}
+    axes = {**kv.AXES, "apart": ("layers", *kv.AXES["apart"])}
+    order = [axes[source].index(axis) for axis in axes[form]]
+    cache = {name: jnp.transpose(c, order) for name, c in cache.items()}
+    return {name: tuple(c) for name, c in cache.items()} if form == "apart" else cache
 
 
 def random_cache(slots, length, head_dim, dtype):
@@ -41,16 +46,21 @@ def run(form, cache, start_s, live_s, steps, dtype=jnp.float32, layout=None, rea
         shapes = [(LAYERS, slots, 1, n, head_dim) for n in heads]
         return [jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes]
 
+    read = read_length or length
+
     @jax.jit
     def step(cache, qkv, position_s):
         def body(cache, layer):
             index, qkv = layer
             z, cache = decode_attention.attend(
-                form, cache, index, qkv, position_s, read_length or length, layout
+                form, cache, index, tuple(qkv[n] for n in "qkv"), position_s, read, layout
             )
             return cache, z[:, 0]
 
-        cache, seen = jax.lax.scan(body, cache, (jnp.arange(LAYERS), tuple(qkv)))
+        layers = dict(zip("qkv", qkv, strict=True))
+        if form == "apart":
+            layers = tuple({n: x[i] for n, x in layers.items()} for i in range(LAYERS))
+        cache, seen = over_layers(body, cache, layers)
         return (cache._replace(step=cache.step + 1) if form == "aside" else cache), seen
 
     if form == "aside":
@@ -87,19 +97,22 @@ ROWS = [
 ]
 
 
+@pytest.mark.parametrize("form", ["aside", "apart"])
 @pytest.mark.parametrize(("length", "start_s", "live_s", "steps"), ROWS)
-def test_keys_kept_aside_give_what_keys_written_at_once_give(length, start_s, live_s, steps):
+def test_other_forms_give_what_keys_scattered_at_once_give(form, length, start_s, live_s, steps):
     cache = random_cache(len(start_s), length, 8, jnp.float32)
     want = run("scatter", cache, start_s, live_s, steps)
-    got = run("aside", cache, start_s, live_s, steps)
-    assert_same(got, want, cache, start_s, live_s, {"atol": 1e-5})
+    got = run(form, cache, start_s, live_s, steps)
+    # What is kept aside never comes to the cache of a row that does not count.
+    before = cache if form == "aside" else None
+    assert_same(got, want, before, start_s, live_s, {"atol": 1e-5})
 
 
 def test_positions_past_the_read_length_are_not_seen_and_those_before_it_are():
     start_s, live_s = [0, 3, 11], [3, 3, 3]
     cache = random_cache(3, 40, 8, jnp.float32)
     want = run("scatter", cache, start_s, live_s, 3)
-    for form in ("scatter", "aside"):
+    for form in ("scatter", "aside", "apart"):
         got = run(form, cache, start_s, live_s, 3, read_length=14)
         assert_same(got, want, None, start_s, live_s, {"atol": 1e-5})
 
@@ -127,7 +140,7 @@ def test_what_a_row_gets_at_its_start_is_the_same_in_every_form():
     prefix = {n: jnp.ones((3, 5, KV_HEADS, 8)) * (1 + i) for i, n in enumerate("kv")}
     cache = random_cache(4, 16, 8, jnp.float32)
     want = kv.place(cache, 1, prefix, jnp.array([2, 4, 0]), "scatter")
-    for form in ("aside", "paged"):
+    for form in ("aside", "paged", "apart"):
         got = kv.place(turned(cache, "scatter", form), 1, prefix, jnp.array([2, 4, 0]), form)
         for name, c in turned(got, form, "scatter").items():
             np.testing.assert_array_equal(c, want[name], form)
@@ -148,6 +161,9 @@ def test_the_kernel_is_chosen_only_where_it_can_serve():
     assert kv.choose("splash", wide, 64, jnp.bfloat16, on_cpus) == "aside"
     kinds = {"auto": "scatter", "xla": "scatter", "blocked": "aside", "cudnn": "cudnn"}
     assert {kind: kv.choose(kind, wide, 64, jnp.bfloat16, None) for kind in kinds} == kinds
+    kinds |= {"auto": "apart", "xla": "apart"}
+    chosen = {kind: kv.choose(kind, wide, 64, jnp.bfloat16, None, apart=True) for kind in kinds}
+    assert chosen == kinds
 
 
 SIZES = {

@@ -15,6 +15,7 @@ from sage_jax.core.logprob import log_prob
 from sage_jax.core.mesh import DECODE_RULES, Layout, make_mesh
 from sage_jax.core.rng import row_key
 from sage_jax.models import qwen, qwen_params
+from sage_jax.models.stack import apart
 from sage_jax.rollout import decode
 from sage_jax.rollout.engine import Engine
 from sage_jax.rollout.row import Row
@@ -47,7 +48,8 @@ def params():
     return jax.tree.map(lambda x: x * 4 if x.ndim > 1 else x, plain)
 
 
-def engine(params, slots=4, chunk=5, prefill_rows=2, buckets=BUCKETS, attend="auto"):
+def engine(params, slots=4, chunk=5, prefill_rows=2, buckets=BUCKETS, attend="auto", split=apart):
+    """As on one CPU: with weights `apart`, unless told otherwise."""
     made = Engine(
         CFG,
         slots=slots,
@@ -57,8 +59,12 @@ def engine(params, slots=4, chunk=5, prefill_rows=2, buckets=BUCKETS, attend="au
         prefill_rows=prefill_rows,
         attend=attend,
     )
-    made.start(params)
+    made.start(split(params))
     return made
+
+
+def stacked(params):
+    return params
 
 
 def rows(count, **changes):
@@ -83,6 +89,17 @@ def test_a_row_alone_or_in_any_company_gives_the_same_tokens(params):
             np.testing.assert_array_equal(completion.tokens, want[name].tokens, name)
             np.testing.assert_allclose(completion.logps, want[name].logps, atol=1e-5)
             assert completion.finish == want[name].finish
+
+
+def test_layers_apart_or_stacked_give_the_same_tokens(params):
+    both = [engine(params, split=split) for split in (apart, stacked)]
+    want, got = (made.generate(rows(12)) for made in both)
+    for name, completion in got.items():
+        np.testing.assert_array_equal(completion.tokens, want[name].tokens, name)
+        np.testing.assert_allclose(completion.logps, want[name].logps, atol=1e-5)
+    # The other way of the next parameters: the slots follow.
+    both[0].start(params)
+    assert both[0].generate(rows(1))["r0"].tokens.tolist() == want["r0"].tokens.tolist()
 
 
 def test_keys_kept_aside_for_a_chunk_give_the_same_tokens(params):
@@ -245,14 +262,16 @@ def test_transfers_per_step_are_counted_and_bounded(params):
     assert made.transfers - before <= 2
 
 
-def test_decode_keeps_its_temporaries_under_one_layers_cache(params):
+@pytest.mark.parametrize("form", ["scatter", "apart"])
+def test_decode_keeps_its_temporaries_under_one_layers_cache(form):
     cfg = qwen.QwenConfig(**{**CFG.__dict__, "num_layers": 8})
-    placed = {"dtype": jnp.float32, "layout": None, "form": "scatter"}
+    placed = {"dtype": jnp.float32, "layout": None, "form": form}
     slots = jax.eval_shape(lambda: decode.empty_slots(cfg, 64, 512, 16, **placed))
-    shapes = jax.eval_shape(lambda: qwen_params.init(cfg, jax.random.key(0)))
+    split = apart if form == "apart" else stacked
+    shapes = jax.eval_shape(lambda: split(qwen_params.init(cfg, jax.random.key(0))))
     static = {"cfg": cfg, "steps": 4, "read_length": 512}
     compiled = decode.decode.lower(shapes, slots, **static, **placed).compile()
-    whole = sum(x.size * 4 for x in slots.cache.values())
+    whole = sum(x.size * 4 for x in jax.tree.leaves(slots.cache))
     memory = compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= whole, "the cache was not donated"
     assert memory.temp_size_in_bytes < whole / cfg.num_layers * 1.6

@@ -234,8 +234,9 @@ class StepPrograms:
     def _form(self) -> str:
         """Of the cache, as the engine chooses it."""
         c = self.config
+        length, place = c.rollout.buckets[-1], self.place
         return kv.choose(
-            c.model.attention, self.cfg, c.rollout.buckets[-1], self.dtype, self.place.decode
+            c.model.attention, self.cfg, length, self.dtype, place.decode, apart=place.apart
         )
 
     @property

@@ -8,6 +8,8 @@ aside           {k, v: [l, s, k, h, t]}, as the products with queries and weight
                 at positions of their own in one order of memory, one that is attended to in
                 another, and copies it between them at every step.
 paged           {k, v: [k, l, s, t, h]}, of which a run of positions is a page to the TPU's kernel.
+apart           {k, v: a [s, k, t, h] for each layer}, beside weights that are `stack.apart`: a CPU
+                copies what it reads out of a stack, and turns it around where heads come last.
 
 Shape suffixes: l layers, s slots, t positions (p of a prompt), c steps of a chunk, k key/value
 heads, h head dim.
@@ -24,7 +26,7 @@ from sage_jax.core.mesh import Layout
 from sage_jax.models import attention
 from sage_jax.models.qwen_config import QwenConfig
 
-Cache = dict[str, jax.Array]
+Cache = dict[str, Any]  # of arrays; in the form `apart` of a tuple of them, a layer each
 
 PREFIX_AXES = ("layers", "batch", "seq", "kv_heads", "head_dim")
 AXES = {
@@ -32,6 +34,7 @@ AXES = {
     "cudnn": PREFIX_AXES,
     "aside": ("layers", "batch", "kv_heads", "head_dim", "seq"),
     "paged": ("kv_heads", "layers", "batch", "seq", "head_dim"),
+    "apart": ("batch", "kv_heads", "seq", "head_dim"),
 }
 RECENT_AXES = PREFIX_AXES
 # The kernel copies pages of this many positions; 16 are the rows of a tile of 16-bit numbers.
@@ -48,13 +51,22 @@ class Chunk(NamedTuple):
     step: jax.Array
 
 
-def choose(kind: str, cfg: QwenConfig, length: int, dtype: Any, layout: Layout | None) -> str:
-    """The form of a cache of `length` positions for `kind` of attention.KINDS.
+def choose(
+    kind: str,
+    cfg: QwenConfig,
+    length: int,
+    dtype: Any,
+    layout: Layout | None,
+    apart: bool = False,
+) -> str:
+    """The form of a cache of `length` positions for `kind` of attention.KINDS; `apart` where the
+    weights are `stack.apart`.
 
-    auto: scatter on CPU, else aside. xla: scatter. blocked: aside. splash: paged, the library's
-    kernel, where it can serve: it takes heads of whole lanes, computes in bfloat16 and wants whole
-    pages; else aside. cudnn: cudnn. Off a TPU the kernel runs in the Pallas interpreter, which is
-    for tests of small sizes only, and not on a mesh: there devices would wait for one another.
+    auto: as xla on CPU, else aside. xla: apart if the weights are, else scatter. blocked: aside.
+    splash: paged, the library's kernel, where it can serve: it takes heads of whole lanes, computes
+    in bfloat16 and wants whole pages; else aside. cudnn: cudnn. Off a TPU the kernel runs in the
+    Pallas interpreter, which is for tests of small sizes only, and not on a mesh: there devices
+    would wait for one another.
     """
     platform = attention.platform(layout)
     if kind == "auto":
@@ -63,7 +75,8 @@ def choose(kind: str, cfg: QwenConfig, length: int, dtype: Any, layout: Layout |
     serves = whole and jnp.dtype(dtype) == jnp.bfloat16 and (platform == "tpu" or layout is None)
     if kind == "splash" and serves:
         return "paged"
-    return {"xla": "scatter", "cudnn": "cudnn"}.get(kind, "aside")
+    at_once = "apart" if apart else "scatter"
+    return {"xla": at_once, "cudnn": "cudnn"}.get(kind, "aside")
 
 
 def page_of(length: int) -> int:
@@ -93,19 +106,32 @@ def init(
     }
     shape = tuple(sizes[axis] for axis in AXES[form])
     sharding = None if layout is None else layout.sharding(AXES[form], shape)
-    return {name: jnp.zeros(shape, dtype, device=sharding) for name in ("k", "v")}
+
+    def empty() -> Any:
+        if form == "apart":
+            return tuple(jnp.zeros(shape, dtype) for _ in range(cfg.num_layers))
+        return jnp.zeros(shape, dtype, device=sharding)
+
+    return {name: empty() for name in ("k", "v")}
 
 
 def length_of(cache: Cache | Chunk, form: str) -> int:
     """Positions that a row has."""
     cache = cache.cache if isinstance(cache, Chunk) else cache
-    return cache["k"].shape[AXES[form].index("seq")]
+    k = cache["k"][0] if form == "apart" else cache["k"]
+    return k.shape[AXES[form].index("seq")]
 
 
 def place(cache: Cache, layer: Any, prefix: Cache, to_s: jax.Array, form: str) -> Cache:
     """The cache with `prefix` {k, v: [s, p, k, h]} as the first tokens of the rows `to_s`, in one
     layer; rows past the last slot are dropped."""
     first = slice(prefix["k"].shape[1])
+    if form == "apart":
+        new = {
+            name: cache[name][layer].at[to_s, :, first].set(jnp.swapaxes(part, 1, 2), mode="drop")
+            for name, part in prefix.items()
+        }
+        return at_layer(cache, layer, new)
     index, order = {
         "aside": ((layer, to_s, ..., first), (0, 2, 3, 1)),
         "paged": ((slice(None), layer, to_s, first), (2, 0, 1, 3)),
@@ -114,6 +140,11 @@ def place(cache: Cache, layer: Any, prefix: Cache, to_s: jax.Array, form: str) -
         name: cache[name].at[index].set(jnp.transpose(part, order), mode="drop")
         for name, part in prefix.items()
     }
+
+
+def at_layer(cache: Cache, layer: int, new: dict[str, jax.Array]) -> Cache:
+    """A cache in the form `apart` with `new` {k, v: [s, k, t, h]} for one layer."""
+    return {name: (*c[:layer], new[name], *c[layer + 1 :]) for name, c in cache.items()}
 
 
 def open_chunk(cache: Cache, position_s: jax.Array, steps: int, layout: Layout | None) -> Chunk:

@@ -1,4 +1,4 @@
-"""Attention of one new token a row over the cache, by four programs of the same mathematics.
+"""Attention of one new token a row over the cache, by programs of the same mathematics.
 
 One for each form of the cache, see `cache.py`. Softmax and its sums are float32 in all of them.
 
@@ -19,7 +19,7 @@ from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention
 
 from sage_jax.core.mesh import Layout
 from sage_jax.models import attention
-from sage_jax.models.cache import AXES, RECENT_AXES, Cache, Chunk, page_of
+from sage_jax.models.cache import AXES, RECENT_AXES, Cache, Chunk, at_layer, page_of
 
 # One (layer, position) a row, rows as a batch dimension: nothing moves between devices.
 _ROW_WRITE = jax.lax.ScatterDimensionNumbers(
@@ -54,6 +54,7 @@ def attend(
         "cudnn": partial(_scatter, implementation="cudnn"),
         "aside": _aside,
         "paged": _paged,
+        "apart": _apart,
     }
     return programs[form](cache, layer, qkv, position_s, read_length, layout)
 
@@ -83,6 +84,26 @@ def _scatter(cache: Cache, layer, qkv, position_s, read_length, layout, implemen
         return z, updated
     mask_sr = jnp.arange(read_length)[None] <= position_s[:, None]
     return jax.nn.dot_product_attention(q_s1nh, *read, mask=mask_sr[:, None, None]), updated
+
+
+def _apart(cache: Cache, layer: int, qkv, position_s, read_length, layout):
+    """Written at once too, heads before positions: each head's keys are one matrix."""
+    q_s1nh, *new = qkv
+    slots, _, heads, head_dim = q_s1nh.shape
+    kv_heads = new[0].shape[2]
+    at = jnp.arange(slots)[:, None], jnp.arange(kv_heads)[None], position_s[:, None]
+    updated = {
+        name: c[layer].at[at].set(x_s1kh[:, 0].astype(c[layer].dtype), mode="drop")
+        for (name, c), x_s1kh in zip(cache.items(), new, strict=True)
+    }
+    k_skrh, v_skrh = (x[:, :, :read_length].astype(q_s1nh.dtype) for x in updated.values())
+    q_skgh = q_s1nh.reshape(slots, kv_heads, heads // kv_heads, head_dim)
+    scores_skgr = _product("skgh,skrh->skgr", q_skgh, k_skrh) * head_dim**-0.5
+    seen_sr = jnp.arange(read_length)[None] <= position_s[:, None]
+    weights_skgr = jax.nn.softmax(jnp.where(seen_sr[:, None, None], scores_skgr, _NEVER), axis=-1)
+    z_skgh = _product("skgr,skrh->skgh", weights_skgr.astype(q_skgh.dtype), v_skrh)
+    z_s1nh = z_skgh.astype(q_skgh.dtype).reshape(q_s1nh.shape)
+    return z_s1nh, at_layer(cache, layer, updated)
 
 
 # ---- a chunk's own aside -------------------------------------------------------------------------

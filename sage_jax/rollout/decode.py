@@ -4,7 +4,7 @@ Row facts (key, temperature, stop set, budget) live in arrays, so one compiled p
 of all roles side by side.
 """
 
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -159,7 +159,10 @@ def insert(params, slots, hidden_bd, prefix, lengths_b, starts_rn, *, cfg, dtype
         return kv.place(cache, layer, of_layer, slot_r, form)
 
     # Layer by layer: the gathered prefix never exists for the whole model.
-    cache = jax.lax.fori_loop(0, cfg.num_layers, place, slots.cache)
+    if form == "apart":
+        cache = reduce(lambda cache, layer: place(layer, cache), range(cfg.num_layers), slots.cache)
+    else:
+        cache = jax.lax.fori_loop(0, cfg.num_layers, place, slots.cache)
     logits_bv = qwen.head_logits(params, cfg, hidden_bd.astype(dtype))
     first_r = jnp.zeros_like(slot_r)
     token_r, logp_r = _draw(logits_bv[source_r], first_r, facts)

@@ -71,7 +71,7 @@ class Engine:
         self.prefill_rows = tuple(sorted({few, prefill_rows}))
         placed = {"dtype": dtype, "layout": layout}
         self._prefill_static = {"cfg": cfg, **placed, "attend": attend}
-        placed["form"] = kv.choose(attend, cfg, self.buckets[-1], dtype, layout)
+        self._choose = partial(kv.choose, attend, cfg, self.buckets[-1], dtype, layout)
         self._static = {"cfg": cfg, **placed}
         self._everywhere = None if layout is None else layout.sharding(())
         self._rows: list[Row | None] = [None] * slots
@@ -91,8 +91,10 @@ class Engine:
             raise RuntimeError("Engine.start: rows are still running on the former parameters")
         self._prefilled.clear()
         self._params = params
-        if self._slots is None:
-            self._slots = self._empty()
+        form = self._choose(apart=isinstance(params["layers"], tuple))
+        if self._slots is None or form != self._static["form"]:
+            self._static["form"] = form
+            self._slots = self._empty(form=form)
 
     def release(self) -> None:
         """Give back the memory of slots and parameters, for something else, until `start`."""
