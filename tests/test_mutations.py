@@ -81,6 +81,7 @@ MUTATIONS = {
     "the decode loop copies its cache": Mutation(
         (decode, "decode", 'donate_argnames=("slots",),', ""),
         test_engine.test_decode_keeps_its_temporaries_under_one_layers_cache,
+        {"form": "apart"},
     ),
     # Scoring and the loss.
     "scores belong to the token before": Mutation(
