@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from sage_jax.methods import effects
-from sage_jax.methods.graph import Episode, Node, Player, play
+from sage_jax.methods.graph import Episode, Node, Player, judge, play
 from sage_jax.methods.measure import accuracy, all_samples
 from sage_jax.methods.rewards import mean
 from sage_jax.methods.sage import Sage
@@ -107,7 +107,7 @@ class Evaluator:
         audits = self.play(method.audits(some, "valid"), 1.0, **hooks)
         references = spread(list(pool.seeds.values()), (count + 1) // 2)
         asked = self.play(effects.proposals(method, references), 1.0, **hooks)
-        keys = self.verifier.run(effects.key_jobs(asked))
+        keys = judge(self.verifier, effects.key_jobs(asked), **hooks)
         return {
             "effect/planner": effects.planner_effect(plans),
             "effect/critic": effects.critic_effect(audits),

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import ml_collections
 from absl import flags
@@ -152,6 +153,20 @@ def read_config(workdir: Path) -> ml_collections.FrozenConfigDict:
     return schema.validate(config)
 
 
+def sft_hint(refused: Exception) -> str:
+    """What a config that training refuses may be meant for: a line where it sets fields of sft."""
+    if not isinstance(refused, schema.ConfigError) or MODE.value != "train":
+        return ""
+    config: Any = CONFIG.value
+    usual: Any = schema.base()
+    fields = [f"sft.{name}" for name, value in config.sft.items() if value != usual.sft[name]]
+    if not fields:
+        return ""
+    path = config_flags.get_config_filename(FLAGS["config"])
+    sets = ", ".join(fields[:3]) + (", ..." if len(fields) > 3 else "")
+    return f"\n  --config={path} sets {sets}, which only --mode=sft uses: was that mode meant?"
+
+
 def main(argv: list[str]) -> int:
     """Exit code: 0 done, 1 some input lines were bad, 2 usage or config, 143 saved on SIGTERM."""
     from sage_jax.core.distributed import start
@@ -179,7 +194,7 @@ def main(argv: list[str]) -> int:
         )
         return modes.run(MODE.value, job, StopRequest())
     except (UsageError, schema.ConfigError, SourceError, IsolationError, ProcessError) as error:
-        print(f"sage_jax: {error}", file=sys.stderr)
+        print(f"sage_jax: {error}{sft_hint(error)}", file=sys.stderr)
         return 2
 
 

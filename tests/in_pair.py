@@ -25,6 +25,7 @@ from sage_jax.core import distributed, hosts
 from sage_jax.core.mesh import DECODE_RULES, UPDATE_RULES, Layout, make_mesh, put, whole
 from sage_jax.learn.pack import pack
 from sage_jax.learn.update import host_metrics
+from sage_jax.methods.graph import Cancelled, judge
 from sage_jax.models import hf, qwen_params
 from sage_jax.models.lora import adapter_table
 from sage_jax.rollout.engine import Engine
@@ -70,7 +71,7 @@ def main(folder):
 def refusal(work):
     try:
         work()
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, Cancelled) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -97,7 +98,7 @@ def host_facts(folder):
 
 
 class Judge:
-    """A verifier that names its process; that of process 1 is slow."""
+    """A verifier that names its process; that of process 1 is slow. It never judges "?"."""
 
     isolation, isolation_report = "A namespaced", "sandbox=A"
 
@@ -112,7 +113,8 @@ class Judge:
     def poll(self, timeout=0.0):
 
         time.sleep(timeout)
-        done = [job for job, due in self.jobs if due <= time.monotonic()]
+        due = [job for job, due in self.jobs if due <= time.monotonic()]
+        done = [job for job in due if job.payload["answer"] != "?"]
         self.jobs = [(job, due) for job, due in self.jobs if job not in done]
         return [(job.id, Verdict("wrong", f"by {hosts.index()}", 1.5)) for job in done]
 
@@ -126,19 +128,23 @@ def verdicts():
     while shared.waiting():
         if found := shared.poll(0.05):
             polls.append([(name, verdict.reason) for name, verdict in found])
-    shared.submit(Job("other", "math_key", {"answer": "e"}))
-    ran = shared.run(
-        [Job("r1", "math_key", {"answer": "f"}), Job("r0", "math_key", {"answer": "a"})]
-    )
-    twice = refusal(lambda: shared.submit(Job("other", "math_key", {"answer": "e"})))
-    kept = [name for name, _ in shared.poll()]
-    while shared.waiting():
-        kept += [name for name, _ in shared.poll(0.05)]
+    other = Job("other", "math_key", {"answer": "e"})
+    shared.submit(other)
+    twice = refusal(lambda: shared.submit(other))
+    ran = judge(shared, [Job(f"r{i}", "math_key", {"answer": a}) for i, a in ((1, "f"), (0, "a"))])
+    asked = 0
+
+    def stop():  # of process 1 alone, after a while
+        nonlocal asked
+        asked += 1
+        return hosts.any_of(not hosts.first() and asked > 3)
+
+    stopped = refusal(lambda: judge(shared, [Job("never", "math_key", {"answer": "?"})], stop=stop))
     return {
         "polls": polls,
         "ran": {name: verdict.reason for name, verdict in ran.items()},
         "twice": twice,
-        "kept": kept,
+        "stopped": [stopped, asked],
         "isolation": [shared.isolation, shared.isolation_report],
     }
 

@@ -1,12 +1,23 @@
 """Two processes of four fake CPU devices each that form one run over loopback."""
 
+import contextlib
 import os
+import secrets
 import socket
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+
+
+def free_port():
+    """A port below those that the system gives to outgoing connections, so that none of this busy
+    machine's takes it before it is used."""
+    while True:
+        port = 20000 + secrets.randbelow(10000)
+        with contextlib.suppress(OSError), socket.create_server(("", port)):
+            return port
 
 
 class Pair:
@@ -16,9 +27,7 @@ class Pair:
 
     def __init__(self, folder, *args, counts=(2, 2)):
         folder.mkdir(parents=True, exist_ok=True)
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{free.getsockname()[1]}"
+        address = f"127.0.0.1:{free_port()}"
         env = os.environ | {
             "COORDINATOR_ADDRESS": address,
             "JAX_PLATFORMS": "cpu",

@@ -1,12 +1,17 @@
 """Checkpoints: what is kept and read back, and what a damaged one leads to."""
 
+import asyncio
 import io
 import os
 import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from sage_jax.config import ConfigError, base, validate
@@ -15,9 +20,6 @@ from sage_jax.learn.update import TrainState
 from sage_jax.report.progress import Progress
 from sage_jax.resume import changed_fields, restore_newest, saved_parts
 from sage_jax.runtime import Model
-
-# Orbax leaves its other readers of a damaged checkpoint unawaited.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 
 
 def state(value, width=50):
@@ -110,6 +112,43 @@ def test_a_second_damaged_checkpoint_of_a_step_does_not_replace_the_first(copy):
     places.append(checkpoints.set_aside(2))
     checkpoints.close()
     assert len(set(places)) == 2 and all(place.is_dir() for place in places)
+
+
+def freed_unfinished(file):
+    """A coroutine of `file` that fails as it is freed before its end."""
+    source = (
+        "async def read(pause):\n"
+        "    try:\n        await pause\n"
+        "    except BaseException as error:\n        raise ValueError('unfinished') from error\n"
+    )
+    names = {}
+    exec(compile(source, file, "exec"), names)
+    coroutine = names["read"](asyncio.Future(loop=SimpleNamespace(get_debug=bool)))
+    coroutine.send(None)
+
+
+def test_readers_that_orbax_leaves_unfinished_end_in_silence_and_others_aloud(copy, monkeypatch):
+    told = []
+
+    def note(it):
+        told.append(it.object.cr_code.co_filename if it.object else str(it.exc_value))
+
+    monkeypatch.setattr(sys, "unraisablehook", note)
+    here, orbax = __file__, f"{Path(ocp.__file__).parent}/_src/reader.py"
+    freed_unfinished(orbax)
+    assert told == [orbax]
+    DAMAGES["half an array"](copy / "2")
+    checkpoints = Checkpoints(copy, keep=2)
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match="/2 is damaged"):
+            checkpoints.restore(2, saved_parts(state(0)))
+    checkpoints.close()
+    told.clear()
+    freed_unfinished(orbax)
+    freed_unfinished(here)
+    for words in ("Event loop is closed", "another"):
+        sys.unraisablehook(SimpleNamespace(object=None, exc_value=RuntimeError(words)))
+    assert told == [here, "another"]
 
 
 def test_when_no_checkpoint_can_be_read_all_are_named_and_none_is_moved(copy, config):

@@ -80,6 +80,23 @@ def test_a_bad_command_line_ends_with_2_and_one_clear_line(args, part):
 
 
 @pytest.mark.parametrize(
+    ("args", "hinted"),
+    [
+        (("--config=configs/tiny_sft.py",), True),
+        (("--config=configs/tiny_sft.py", "--mode=eval"), False),
+        (("--config=configs/tiny_sft.py", "--mode=sft", "--config.lora.rank=4"), False),
+        (("--config=configs/tiny.py", "--config.train.steps=-1"), False),
+    ],
+)
+def test_a_recipe_for_sft_that_training_refuses_is_told_apart(tmp_path, args, hinted):
+    result = run(*args, f"--workdir={tmp_path}/run")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    said = "--config=configs/tiny_sft.py sets sft.batch, sft.from_scratch, sft.practice, ..., which"
+    assert (said in result.stderr) == hinted, result.stderr
+    assert ("which only --mode=sft uses" in result.stderr) == hinted
+
+
+@pytest.mark.parametrize(
     "flag", ["--help", "-h", "--helpshort", "--helpfull", "-help", "--help=true"]
 )
 def test_help_tells_modes_flags_and_examples_and_is_no_error(flag, capsys):
@@ -264,7 +281,7 @@ def test_export_writes_a_folder_that_gives_the_same_answers(tiny_folder, tmp_pat
 
 def test_a_terminated_run_saves_and_the_same_command_finishes_it(tmp_path):
     args = [
-        "--config=configs/tiny.py", f"--workdir={tmp_path}", "--config.train.steps=3",
+        "--config=configs/tiny.py", f"--workdir={tmp_path}", "--config.train.steps=5",
         "--config.valid.limit=2", "--config.valid.samples=0", "--config.valid.effects=0",
         "--config.method.candidates=2", "--config.method.audits=2",
         "--config.method.drawn=2", "--config.rollout.slots=16", "--config.rollout.buckets=160",
@@ -276,18 +293,18 @@ def test_a_terminated_run_saves_and_the_same_command_finishes_it(tmp_path):
         command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True
     )
     for line in process.stderr:
-        if line.startswith("step 1/3"):
+        if line.startswith("step 1/5"):
             process.send_signal(signal.SIGTERM)
             break
     _, err = process.communicate(timeout=300)
     assert process.returncode == 143 and "the same command continues" in err
-    assert modes.newest_step(tmp_path / "checkpoints") in (1, 2)
+    assert modes.newest_step(tmp_path / "checkpoints") in (1, 2, 3, 4)
     done = run(*args)
-    assert done.returncode == 0 and "finished 3 steps" in done.stderr
+    assert done.returncode == 0 and "finished 5 steps" in done.stderr
     steps = [json.loads(x)["step"] for x in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [0, 1, 2, 3]
+    assert steps == [0, 1, 2, 3, 4, 5]
     result = run("--mode=eval", *args)
-    assert result.returncode == 0 and "at step 3" in result.stdout, result.stderr
+    assert result.returncode == 0 and "at step 5" in result.stdout, result.stderr
     last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
     summary = json.loads((tmp_path / "eval.json").read_text())
     (suite,) = summary["results"].values()

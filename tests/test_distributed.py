@@ -123,8 +123,8 @@ def test_start_hands_jax_what_was_found_and_all_agreed_on():
     start(GKE, **hooks)
     assert start({}, **hooks) is None
     assert told == [
-        ("10.0.0.1:999", rendezvous.Told(3, 4, "NUM_PROCESSES"), 300),
-        ("node07:62344", rendezvous.Told(2, 4, "SLURM_NTASKS"), 300),
+        ("10.0.0.1:999", rendezvous.Told(3, 4, "NUM_PROCESSES", "PROCESS_ID"), 300),
+        ("node07:62344", rendezvous.Told(2, 4, "SLURM_NTASKS", "SLURM_PROCID"), 300),
     ]
     del given[1]
     plain, tpu = given
@@ -136,6 +136,22 @@ def test_start_hands_jax_what_was_found_and_all_agreed_on():
         "cluster_detection_method": "deactivate",
     }
     assert tpu == {"initialization_timeout": 300, "heartbeat_timeout_seconds": 100}
+
+
+@pytest.mark.parametrize(
+    ("environ", "names"),
+    [
+        ({"NODE_RANK": "1"}, "NODE_RANK"),
+        ({"JOB_COMPLETION_INDEX": "1"}, "JOB_COMPLETION_INDEX"),
+        (
+            {"JOB_INDEX": "1", "PROCESSES_IN_JOB": "4", "JOB_COMPLETION_INDEX": "2"},
+            "JOB_INDEX and JOB_COMPLETION_INDEX",
+        ),
+    ],
+)
+def test_the_variables_that_number_a_process_are_known(environ, names):
+    found = find(XPK | environ)
+    assert found and found.numbered_by == names and found.counted_by == "JAX_PROCESS_COUNT"
 
 
 def nobody(**settings):

@@ -331,6 +331,44 @@ def test_a_misfit_names_the_flags_that_mend_it():
     assert "no change" in report.text(result(fits=False, misfits=["update"]))
 
 
+@pytest.mark.parametrize(
+    ("used", "present", "words"),
+    [(1, 8, "1 of 8 devices, each of 16"), (1, 1, "1 device of 16"), (8, 8, "8 devices of 16")],
+)
+def test_the_table_counts_the_devices_it_means(used, present, words):
+    assert f"on v5e:2x4: {words}" in report.text(result(devices=used, present=present))
+
+
+@pytest.mark.parametrize(
+    ("words", "temporaries"),
+    [
+        ("RESOURCE_EXHAUSTED: Used 3G of 2G hbm.\nmore", 3 * GIB),
+        ("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.", 0),
+        ("INTERNAL: some pass of the compiler\nmore", 0),
+    ],
+)
+def test_whatever_the_compiler_refuses_is_a_misfit_in_its_words(
+    sizes_only, tmp_path, monkeypatch, capsys, words, temporaries
+):
+    compiled = jax.stages.Lowered.compile
+
+    def refuse(lowered, *args):
+        if "accumulate" in lowered.as_text()[:200]:
+            raise jax.errors.JaxRuntimeError(words)
+        return compiled(lowered, *args)
+
+    monkeypatch.setattr(jax.stages.Lowered, "compile", refuse)
+    output = tmp_path / "out.json"
+    assert mode.run(small(sizes_only, model__remat="dots"), "cpu:8", output) == 1
+    said = capsys.readouterr().out
+    assert "DOES NOT FIT: update above 90% of memory or refused by the compiler" in said
+    first = words.split("\n")[0]
+    assert f"  the compiler on update: {first}\n" in said
+    update = json.loads(output.read_text())["programs"][5]
+    assert update["error"] == first and not update["fits"]
+    assert update["temporaries"] == pytest.approx(temporaries, abs=GIB / 100)
+
+
 def test_page_and_readme_are_filled_from_results(tmp_path):
     file, readme = tmp_path / "a.json", tmp_path / "README.md"
     file.write_text(json.dumps(result()))

@@ -168,11 +168,40 @@ def test_a_verifier_that_says_nothing_masks_the_rows_and_the_step_ends(monkeypat
     assert ("rollout", []) in told
 
 
+@pytest.mark.parametrize("kinds", [("a", "b"), ("a",)])
+def test_a_stop_is_seen_while_verdicts_are_awaited(kinds):
+    """In the middle of a rollout and at its end."""
+    made, polls = Conducted(slots=2), []
+    made.verifier = Silent(lambda job: ("correct", ""))
+    made.verifier.poll = lambda timeout=0.0: polls.append(timeout) or []
+    player = Player(config(), Bytes(), 1, 1.0)
+    with pytest.raises(graph.Cancelled):
+        play(
+            made.engine,
+            made.verifier,
+            episodes(chained(*kinds, jobs=("a",))),
+            player,
+            stage=made.stage,
+            stop=lambda: len(polls) >= 3,
+        )
+    assert made.log[-1] == "wait" and len(polls) == 3
+    assert max(polls) <= 1  # seconds until the next look
+
+
+def test_verdicts_that_belong_to_no_row_are_named_while_awaited_and_end_at_a_stop():
+    jobs = [Job(name, "math", {"gold": "1", "prediction": "1"}) for name in "ba"]
+    told, verifier = [], ScriptedVerifier(lambda job: ("wrong", job.id), lag=2)
+    found = graph.judge(verifier, jobs, stage=lambda name, pending: told.append(pending()))
+    assert [(name, v.reason) for name, v in found.items()] == [("b", "b"), ("a", "a")]
+    assert told == [["a (1 s)", "b (1 s)"]] * 3
+    with pytest.raises(graph.Cancelled):
+        graph.judge(Silent(lambda job: ("wrong", "")), jobs, stop=lambda: True)
+
+
 def test_what_is_waited_for_is_named_longest_first():
     made = Conducted(slots=1)
-    run = graph._Run(made.verifier, Player(config(), Bytes(), 1, 1.0), [])
     made.verifier.waiting = lambda: {"a": 2.0, "b": 31.2, "c": 5.0}
-    assert run._waits({"a", "b"}) == ["b (31 s)", "a (2 s)"]
+    assert graph._waits(made.verifier, {"a", "b"}) == ["b (31 s)", "a (2 s)"]
 
 
 def test_an_episode_is_looked_at_only_when_something_of_it_is_done(monkeypatch):
@@ -199,8 +228,13 @@ def heard(said, *words):
 
 
 def test_a_stall_is_named_by_the_heartbeat_and_the_step_still_ends(monkeypatch):
-    monkeypatch.setattr(graph, "SILENCE", 0.4)
+    monkeypatch.setattr(graph, "SILENCE", 0.0)
     said = io.StringIO()
+
+    def until_heard(*words):
+        until = time.monotonic() + 30
+        while not heard(said, *words) and time.monotonic() < until:
+            time.sleep(0.01)
 
     class Slow(SlotEngine):
         """A chunk that takes longer than the heartbeat's patience, as a row without end would."""
@@ -211,12 +245,17 @@ def test_a_stall_is_named_by_the_heartbeat_and_the_step_still_ends(monkeypatch):
         def step(self, meanwhile):
             done = super().step(meanwhile)
             if self.live:
-                time.sleep(0.4)
+                until_heard("rollout", "e0/a/0")
             return done
+
+    class SlowToo(Silent):
+        def poll(self, timeout=0.0):
+            until_heard("verify", "e0/a/0")
+            return []
 
     made = Conducted(slots=2)
     made.engine = Slow(2, lambda row_id: 3)
-    made.verifier = Silent(lambda job: ("correct", ""))
+    made.verifier = SlowToo(lambda job: ("correct", ""))
     some = episodes(chained("a", jobs=("a",)))
     with Progress(1, stream=said, heartbeat=0.1) as progress:
         made.stage = progress.stage

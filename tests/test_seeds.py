@@ -22,7 +22,7 @@ FIELDS = {
     "math": COMMON_FIELDS | {"answer"},
     "code": COMMON_FIELDS | {"entry_point", "canonical_solution", "tests"},
 }
-CODE_TIME_LIMIT_S = 30
+CODE_TIME_LIMIT_S = 200
 
 # Runs in a child process: prints one JSON list of complaints about the rows read from stdin.
 RUN_CODE_ROWS = r"""

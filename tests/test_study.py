@@ -48,7 +48,7 @@ if setting in plan.get("fail", ()):
 path = folder / "metrics.jsonl"
 done = len(path.read_text().splitlines()) if path.exists() else 0
 (folder / "started").touch()
-deadline = time.monotonic() + 20  # nothing outlives a test that failed
+deadline = time.monotonic() + 100  # nothing outlives a test that failed
 while plan.get("wait_for") and not (folder.parent.parent / plan["wait_for"] / "started").exists():
     time.sleep(0.01)
     if time.monotonic() > deadline:
@@ -363,7 +363,7 @@ def test_a_signal_reaches_the_runs_and_is_waited_for(lab, tmp_path):
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     started = tmp_path / "study" / "full" / "0" / "started"
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=env) as process:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while not started.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)

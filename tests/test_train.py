@@ -126,6 +126,27 @@ def test_a_stop_in_the_middle_of_a_rollout_saves_the_last_whole_step(finished, t
     assert_same_run(finished, tmp_path)
 
 
+@pytest.mark.parametrize("step", [1, STEPS])
+def test_a_stop_while_verdicts_are_awaited_saves_the_last_whole_step(
+    finished, tmp_path, monkeypatch, step
+):
+    polls = []
+    real = train.rollout
+
+    def rollout(run, now):
+        if now == step:
+            monkeypatch.setattr(run.verifier, "poll", lambda timeout: polls.append(timeout) or [])
+        return real(run, now)
+
+    monkeypatch.setattr(train, "rollout", rollout)
+    stopped = modes.run_train(job(finished[0], tmp_path), lambda: len(polls) > 2)
+    assert stopped == modes.TERMINATED and len(polls) == 3
+    assert modes.newest_step(tmp_path / "checkpoints") == step - 1
+    monkeypatch.setattr(train, "rollout", real)
+    assert modes.run_train(job(finished[0], tmp_path), lambda: False) == 0
+    assert_same_run(finished, tmp_path)
+
+
 def test_a_finished_run_says_so_and_changes_nothing(finished, capsys):
     config, workdir, *_ = finished
     before = (workdir / "metrics.jsonl").read_bytes()

@@ -238,7 +238,7 @@ def test_cleaning_is_idempotent():
 
 def test_no_jax_is_imported():
     code = "import sys, sage_jax.verify, sage_jax.verify.math; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300).returncode == 0
 
 
 @pytest.mark.skipif(not SHARED.exists(), reason="../shared is absent")

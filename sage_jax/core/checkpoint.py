@@ -6,7 +6,8 @@ host facts, in one folder that all share.
 
 import contextlib
 import logging
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,28 @@ from sage_jax.core.ending import ProcessError
 METRIC = "valid/accuracy"
 MEASURED_ON = "valid/set"
 READ_FAULTS = (KeyError, OSError, TypeError, ValueError)
+ORBAX = str(Path(ocp.__file__).parent)
 
 
 class CheckpointError(ValueError):
     """A folder of checkpoints that cannot be used; the message says which and what to do."""
+
+
+class Unfinished:
+    """`sys.unraisablehook` once a checkpoint was damaged. Where one reader fails, Orbax leaves the
+    others unfinished. Each fills a page when Python frees it, or finds that the loop it wants to
+    tell of its end is closed: the fault has been told by then.
+    """
+
+    def __init__(self, usual: Callable[..., Any]):
+        self._usual = usual
+
+    def __call__(self, unraisable: Any) -> None:
+        code = getattr(unraisable.object, "cr_code", None)
+        freed = code is not None and code.co_filename.startswith(ORBAX)
+        late = unraisable.object is None and str(unraisable.exc_value) == "Event loop is closed"
+        if not freed and not late:
+            self._usual(unraisable)
 
 
 class Checkpoints:
@@ -129,6 +148,8 @@ class Checkpoints:
         except Exception as error:
             # Orbax itself raises a bare Exception where a file of an array is absent or cut.
             if type(error) is Exception or isinstance(error, READ_FAULTS):
+                if not isinstance(sys.unraisablehook, Unfinished):
+                    sys.unraisablehook = Unfinished(sys.unraisablehook)
                 raise CheckpointError(f"{self.path(step)} is damaged ({_brief(error)})") from error
             raise
 

@@ -40,7 +40,8 @@ class Processes:
     """The processes of a run, and this one among them.
 
     `coordinator` (host:port) and `index` are None where JAX finds them itself. `local_devices`
-    restricts a process to some GPUs of its host, None leaves it all. `variable` gave the count.
+    restricts a process to some GPUs of its host, None leaves it all. `counted_by` and `numbered_by`
+    name the variables that gave count and index.
     """
 
     source: str
@@ -48,7 +49,8 @@ class Processes:
     index: int | None = None
     coordinator: str | None = None
     local_devices: tuple[int, ...] | None = None
-    variable: str = field(default="", compare=False)
+    counted_by: str = field(default="", compare=False)
+    numbered_by: str = field(default="", compare=False)
 
 
 def start(
@@ -71,7 +73,9 @@ def start(
         "heartbeat_timeout_seconds": HEARTBEAT_TIMEOUT,
     }
     if processes.coordinator is not None and processes.index is not None:
-        told = rendezvous.Told(processes.index, processes.count, processes.variable)
+        told = rendezvous.Told(
+            processes.index, processes.count, processes.counted_by, processes.numbered_by
+        )
         (agree or rendezvous.agree)(processes.coordinator, told, START_TIMEOUT)
         settings |= {
             "coordinator_address": processes.coordinator,
@@ -162,7 +166,8 @@ def _xpk(environ: Mapping[str, str]) -> Processes | None:
         within = _integer(environ, "JOB_COMPLETION_INDEX")
         job = _integer(environ, "JOB_INDEX") if environ.get("JOB_INDEX") else 0
         size = _integer(environ, "PROCESSES_IN_JOB", least=1) if job else 1
-        index = ("JOB_COMPLETION_INDEX", str(job * size + within))
+        name = "JOB_INDEX and JOB_COMPLETION_INDEX" if job else "JOB_COMPLETION_INDEX"
+        index = (name, str(job * size + within))
     name = "NODE_RANK or JOB_COMPLETION_INDEX"
     return _explicit("xpk", environ, coordinator, count, index, name)
 
@@ -198,7 +203,7 @@ def _explicit(
             "process 0, the same in every process"
         )
     address = _address(environ, *coordinator)
-    return Processes(source, total, number, address, variable=count[0])
+    return Processes(source, total, number, address, None, count[0], index[0])
 
 
 def _address(environ: Mapping[str, str], name: str, value: str) -> str:
@@ -237,7 +242,7 @@ def _slurm(environ: Mapping[str, str]) -> Processes | None:
     given = _same(environ, "COORDINATOR_ADDRESS", "JAX_COORDINATOR_ADDRESS")
     coordinator = f"{host[1]}{host[2] or ''}:{environ.get('JAX_COORDINATOR_PORT') or port}"
     address = _address(environ, *(given or ("JAX_COORDINATOR_PORT", coordinator)))
-    return Processes("SLURM", count, index, address, _slurm_devices(environ), name)
+    return Processes("SLURM", count, index, address, _slurm_devices(environ), name, "SLURM_PROCID")
 
 
 def _slurm_devices(environ: Mapping[str, str]) -> tuple[int, ...] | None:

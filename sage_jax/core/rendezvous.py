@@ -7,6 +7,7 @@ told, over TCP on the coordinator's port; process 0 answers all alike and leaves
 
 import contextlib
 import json
+import math
 import selectors
 import socket
 import time
@@ -16,18 +17,27 @@ from dataclasses import dataclass
 from sage_jax.core.ending import ProcessError
 
 LINGER = 5.0  # seconds in which process 0 still answers those that come after a contradiction
+SETTLE = 1.0  # seconds in which process 0, with all there, still listens for a number given twice
 LONGEST = 4096  # bytes of a message
 NAMED = 20  # missing processes that a message names
 RETRY = 0.2  # seconds
+# Type, flags and stream of the frame that an HTTP/2 server sends first (RFC 9113, 3.4). JAX's own
+# service is one: it has the port from the time on when all processes have agreed.
+SETTINGS = b"\x04\0\0\0\0\0"
 
 
 @dataclass(frozen=True)
 class Told:
-    """What a process was told: its number, how many there are, and by which variable."""
+    """What a process was told: its number, how many there are, and by which variables."""
 
     index: int
     count: int
-    variable: str
+    counted_by: str
+    numbered_by: str
+
+
+class _Begun(ConnectionError):
+    """The processes of the run have agreed already."""
 
 
 @dataclass(eq=False)
@@ -55,8 +65,8 @@ def agree(coordinator: str, told: Told, timeout: float) -> None:
     """Returns when all processes have come and were told the same; to be called by each of them.
 
     coordinator: host:port of process 0. timeout: seconds to wait for the others. ProcessError, in
-    every process that came, naming those that did not, a number that two were given (which shows
-    only while the others are awaited), or the variable and both values.
+    every process that came, naming those that did not, a number that two were given, or the
+    variable and both values. Who comes after all have agreed hears of it in the end, alone.
     """
     host, _, port = coordinator.rpartition(":")
     if told.index == 0:
@@ -69,21 +79,22 @@ def agree(coordinator: str, told: Told, timeout: float) -> None:
 
 def _hear_all(port: int, mine: Told, timeout: float) -> str:
     """What is wrong with the processes that came until `timeout`; all of them are told."""
-    until, problem, missing = time.monotonic() + timeout, "", set(range(1, mine.count))
+    until, settled = time.monotonic() + timeout, math.inf
+    problem, missing = "", set(range(1, mine.count))
     with contextlib.ExitStack() as stack:
         try:
             server = stack.enter_context(_listen(port))
         except OSError as error:
-            return f"port {port} of the coordinator cannot be opened here ({error}): choose another"
+            return (
+                f"port {port} of the coordinator cannot be opened here ({error}): choose another, "
+                f"unless another process here has number 0 too (by {mine.numbered_by})"
+            )
         server.setblocking(False)
         selector = stack.enter_context(selectors.DefaultSelector())
         selector.register(server, selectors.EVENT_READ)
         peers: set[_Peer] = set()
-        while (left := until - time.monotonic()) > 0:
-            ready = selector.select(left if missing else 0)
-            if not missing and not ready:
-                break  # nor does another wait at the door
-            for key, _ in ready:
+        while (left := min(until, settled) - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
                 if key.data is None:
                     with contextlib.suppress(OSError):  # it has gone since
                         peer = _Peer(stack.enter_context(server.accept()[0]))
@@ -98,6 +109,7 @@ def _hear_all(port: int, mine: Told, timeout: float) -> str:
             if not problem and (problem := _contradiction(others, mine)):
                 until = min(until, time.monotonic() + LINGER)
             missing = set(range(1, mine.count)) - {other.index for other in others}
+            settled = math.inf if missing else min(settled, time.monotonic() + SETTLE)
         if not problem and missing:
             problem = _absence(sorted(missing), mine.count, timeout)
         for peer in peers:
@@ -118,7 +130,7 @@ def _understood(line: bytes) -> Told | None:
         told = Told(**json.loads(line))
     except (ValueError, TypeError, RecursionError):
         return None
-    typed = [type(value) for value in vars(told).values()] == [int, int, str]
+    typed = [type(value) for value in vars(told).values()] == [int, int, str, str]
     return told if typed and 0 < told.index < told.count else None
 
 
@@ -126,12 +138,17 @@ def _contradiction(others: list[Told], mine: Told) -> str:
     for other in others:
         if other.count != mine.count:
             return (
-                f"{other.variable}={other.count} in process {other.index}, but {mine.variable}="
-                f"{mine.count} in process 0: give all processes of a run the same number"
+                f"{other.counted_by}={other.count} in process {other.index}, but "
+                f"{mine.counted_by}={mine.count} in process 0: give all processes of a run the "
+                "same number"
             )
     for index, times in Counter(other.index for other in others).items():
         if times > 1:
-            return f"PROCESS_ID={index} was given to two processes: give each its own number"
+            names = sorted({other.numbered_by for other in others if other.index == index})
+            return (
+                f"number {index} (by {' and '.join(names)}) was given to two processes: give each "
+                "its own number"
+            )
     return ""
 
 
@@ -139,13 +156,14 @@ def _absence(missing: list[int], count: int, timeout: float) -> str:
     names = ", ".join(map(str, missing[:NAMED])) + (", ..." if len(missing) > NAMED else "")
     return (
         f"process {names} of {count} did not come within {timeout:g} s, or left again: start all "
-        "of them, with the same coordinator, whose port all hosts must reach"
+        "of them, each with its own number, with the same coordinator, whose port all hosts must "
+        "reach"
     )
 
 
 def _tell(address: tuple[str, int], told: Told, timeout: float) -> str:
     """What process 0 found wrong, or that it does not answer."""
-    until, failure = time.monotonic() + timeout, ""
+    until, failure, begun = time.monotonic() + timeout, "", False
     while (left := until - time.monotonic()) > 0:
         try:
             with socket.create_connection(address, min(left, LINGER)) as connection:
@@ -154,8 +172,14 @@ def _tell(address: tuple[str, int], told: Told, timeout: float) -> str:
                 connection.sendall(json.dumps(vars(told)).encode() + b"\n")
                 return _answer(connection, until + LINGER)  # process 0 started a little later
         except (OSError, ValueError, RecursionError) as error:  # not there yet, or not process 0
-            failure = str(error)
+            failure, begun = str(error), isinstance(error, _Begun)
         time.sleep(RETRY)
+    if begun:
+        return (
+            f"the run at {address[0]}:{address[1]} has begun without this process: number "
+            f"{told.index} (by {told.numbered_by}) was given to another one too, or a former run "
+            "has not ended; give each process its own number, or choose another port"
+        )
     return (
         f"process 0 of {told.count} does not answer at {address[0]}:{address[1]} after "
         f"{timeout:g} s ({failure}): start all processes, with the same coordinator, whose port "
@@ -164,7 +188,8 @@ def _tell(address: tuple[str, int], told: Told, timeout: float) -> str:
 
 
 def _answer(connection: socket.socket, until: float) -> str:
-    """The line that process 0 sends; OSError or ValueError if none comes, or another thing."""
+    """The line that process 0 sends; OSError or ValueError if none comes, or another thing, _Begun
+    if that is JAX's."""
     said = b""
     while b"\n" not in said and len(said) <= LONGEST:
         if (left := until - time.monotonic()) <= 0:
@@ -173,6 +198,8 @@ def _answer(connection: socket.socket, until: float) -> str:
         if not (part := connection.recv(LONGEST)):
             raise ConnectionError("it left without an answer")
         said += part
+        if said[3:9] == SETTINGS:
+            raise _Begun("the run has begun")
     answer = json.loads(said)
     if not isinstance(answer, str):
         raise ValueError(f"its answer is no answer of process 0: {said[:40]!r}")

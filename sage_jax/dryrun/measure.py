@@ -26,8 +26,8 @@ class Measured:
 
     `beside` is what a run holds at that time that is no argument. `flops` are those of the traced
     program on all devices, recomputation included, `counted_flops` what the compiler counts on one
-    device, loop bodies once. `error` is set, and the rest partly unknown, where the compiler finds
-    that its memory does not suffice.
+    device, loop bodies once. `error` holds the compiler's words where it refuses the program, most
+    often for its memory: the rest is then partly unknown, and temporaries are 0 if they are.
     """
 
     name: str
@@ -63,9 +63,7 @@ def measure(program: Abstract, buffers: int = 3) -> Measured:
     try:
         compiled = lowered.compile()
     except jax.errors.JaxRuntimeError as error:
-        needed = _needed(str(error))
-        if needed is None:
-            raise
+        needed = _needed(str(error)) or 0
         return Measured(
             name=program.name,
             compile_seconds=time.monotonic() - started,
@@ -74,7 +72,7 @@ def measure(program: Abstract, buffers: int = 3) -> Measured:
             beside=beside,
             flops=counted,
             largest=_largest_allocations(str(error), buffers),
-            error=str(error).split("\n")[0],
+            error=str(error).strip().split("\n")[0] or type(error).__name__,
         )
     seconds = time.monotonic() - started
     memory: Any = compiled.memory_analysis()

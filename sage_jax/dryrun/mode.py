@@ -75,7 +75,7 @@ def run(config: Any, topology: str, output: Path) -> int:
         for name, make in programs.items():
             print(f"compiling {name}", file=sys.stderr)
             measured[name] = measure(make())
-        result = describe(config, topology, chip, step, measured)
+        result = describe(config, topology, chip, step, measured) | {"present": len(devices)}
         result |= search_all(config, build, chip, step, measured)
     except ConfigError:
         raise

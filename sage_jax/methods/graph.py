@@ -159,9 +159,9 @@ class Clock:
 
     verify: float = 0.0
 
-    def wait(self, run: "_Run", wanted: set[str], stage: "Stage") -> None:
+    def wait(self, run: "_Run", wanted: set[str], stage: "Stage", stop: "Stop") -> None:
         started = time.monotonic()
-        run.collect(wanted, stage)
+        run.collect(wanted, stage, stop)
         self.verify += time.monotonic() - started
 
 
@@ -176,6 +176,7 @@ PATIENCE = 3
 SILENCE = 300.0
 
 Stage = Callable[[str, Callable[[], Iterable[str]]], None]
+Stop = Callable[[], bool]
 
 
 class _Run:
@@ -281,17 +282,9 @@ class _Run:
             if self.asked[job_id] <= latest and episode.gates(sample.kind)
         }
 
-    def collect(self, wanted: set[str], stage: Stage) -> None:
+    def collect(self, wanted: set[str], stage: Stage, stop: Stop) -> None:
         """Take in the verdicts of `wanted`, and wait for them."""
-        heard = time.monotonic()
-        while missing := wanted - self.verdicts.keys():
-            stage("verify", lambda missing=missing: self._waits(missing))
-            if news := self.verifier.poll(0.05):
-                heard = time.monotonic()
-                self.verdicts.update(news)
-            elif hosts.any_of(time.monotonic() - heard > SILENCE):  # clocks differ
-                lost = Verdict("error", "verifier_error", 1000 * SILENCE)
-                self.verdicts.update(dict.fromkeys(missing, lost))
+        _hear(self.verifier, wanted, self.verdicts, stage, stop)
         # Verdicts are applied in the order of their ids, never of their arrival.
         for job_id in sorted(wanted):
             episode, sample = self.jobs.pop(job_id)
@@ -299,11 +292,44 @@ class _Run:
             sample.masked = sample.verdict.masked
             self._close(episode, sample)
 
-    def _waits(self, missing: set[str]) -> list[str]:
-        """For people: what is waited for and how long, the longest first."""
-        waiting = self.verifier.waiting()
-        rows = sorted((-waiting.get(job_id, 0.0), job_id) for job_id in missing)
-        return [f"{job_id} ({-seconds:.0f} s)" for seconds, job_id in rows]
+
+def _hear(
+    verifier, wanted: set[str], verdicts: dict[str, Verdict], stage: Stage, stop: Stop
+) -> None:
+    """Wait until `verdicts` holds those of `wanted`; Cancelled when `stop()` turns true before."""
+    heard = time.monotonic()
+    while missing := wanted - verdicts.keys():
+        if stop():
+            raise Cancelled("stopped while verdicts were awaited")
+        stage("verify", lambda missing=missing: _waits(verifier, missing))
+        if news := verifier.poll(0.05):
+            heard = time.monotonic()
+            verdicts.update(news)
+        elif hosts.any_of(time.monotonic() - heard > SILENCE):  # clocks differ
+            lost = Verdict("error", "verifier_error", 1000 * SILENCE)
+            verdicts.update(dict.fromkeys(missing, lost))
+
+
+def _waits(verifier, missing: set[str]) -> list[str]:
+    """For people: what is waited for and how long, the longest first."""
+    waiting = verifier.waiting()
+    rows = sorted((-waiting.get(job_id, 0.0), job_id) for job_id in missing)
+    return [f"{job_id} ({-seconds:.0f} s)" for seconds, job_id in rows]
+
+
+def judge(
+    verifier,
+    jobs: Sequence[Job],
+    *,
+    stage: Stage = lambda name, pending: None,
+    stop: Stop = lambda: False,
+) -> dict[str, Verdict]:
+    """Verdicts of jobs that belong to no row, by id; `stage`, `stop` and Cancelled as in `play`."""
+    for job in jobs:
+        verifier.submit(job)
+    verdicts: dict[str, Verdict] = {}
+    _hear(verifier, {job.id for job in jobs}, verdicts, stage, stop)
+    return {job.id: verdicts[job.id] for job in jobs}
 
 
 def play(
@@ -313,14 +339,14 @@ def play(
     player: Player,
     *,
     stage: Stage = lambda name, pending: None,
-    stop: Callable[[], bool] = lambda: False,
+    stop: Stop = lambda: False,
 ) -> Clock:
     """Run every episode through the graph in one batch; fills in their samples.
 
     While rows enough wait for their slots, the host reads what has ended during the next chunk; the
     verifier works while the batch decodes, see `_Run.due`. `stage` is told what runs, with a
     function that names the rows in question. Raises Cancelled when `stop()` turns true between two
-    chunks.
+    chunks, or while the host waits for verdicts.
     """
     run, clock = _Run(verifier, player, episodes), Clock()
     while True:
@@ -329,12 +355,12 @@ def play(
         if stop():
             raise Cancelled("stopped in the middle of a rollout")
         if due := run.due(engine):
-            clock.wait(run, due, stage)
+            clock.wait(run, due, stage, stop)
         elif engine.busy:
             stage("rollout", engine.running)
             run.ended = engine.step(lambda: run.proceed(engine))
             run.chunks += 1
         else:
             break
-    clock.wait(run, set(run.jobs), stage)
+    clock.wait(run, set(run.jobs), stage, stop)
     return clock

@@ -64,13 +64,21 @@ def _memory(result: dict[str, Any]) -> str:
     return "memory" if result["chip"] == "cpu" else "HBM"
 
 
+def _devices(result: dict[str, Any]) -> str:
+    """How many devices the mesh takes, and of how many where it leaves some out."""
+    used = result["devices"]
+    present = result.get("present", used)  # older results do not say
+    if used < present:
+        return f"{used} of {present} devices, each"
+    return f"{used} device" if used == 1 else f"{used} devices"
+
+
 def text(result: dict[str, Any]) -> str:
     """The whole result, one fact a line."""
     mesh = " x ".join(f"{axis} {n}" for axis, n in result["mesh"].items())
     lines = [
         f"dry run of {result['model']} ({result['trained']}) on {result['topology']}: "
-        f"{result['devices']} devices of {result['hbm'] / GIB:.2f} GiB {_memory(result)}, "
-        f"mesh {mesh}",
+        f"{_devices(result)} of {result['hbm'] / GIB:.2f} GiB {_memory(result)}, mesh {mesh}",
         f"rows a step {result['rows']}, {result['slots']} slots, prompts of "
         f"{result['max_prompt']} and responses of {result['max_new']} tokens at most; update: "
         f"{result['micro_rows']} rows of {result['longest']} tokens a pass",
@@ -152,7 +160,10 @@ def _verdict_lines(result: dict[str, Any]) -> list[str]:
         lines.append(f"at most {choice['field']}={choice['value']} fits, all else equal ({sure})")
     if result["fits"]:
         return [*lines, f"fits: every program within {within}"]
-    lines.append(f"DOES NOT FIT: {', '.join(result['misfits'])} above {within}")
+    refused = {p["name"]: p["error"] for p in result["programs"] if p.get("error")}
+    or_refused = " or refused by the compiler" if refused else ""
+    lines.append(f"DOES NOT FIT: {', '.join(result['misfits'])} above {within}{or_refused}")
+    lines += [f"  the compiler on {name}: {words}" for name, words in refused.items()]
     if change := result["change"]:
         flags = " ".join(f"--config.{name}={value}" for name, value in change.items())
         lines.append(f"the smallest change that was found to fit, compiled: {flags}")

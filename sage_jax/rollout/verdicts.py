@@ -4,7 +4,6 @@ import dataclasses
 import json
 import time
 import zlib
-from collections.abc import Iterable
 
 from sage_jax.core import hosts
 from sage_jax.verify import Job, Verdict, Verifier
@@ -16,9 +15,9 @@ class SharedVerifier:
     """A Verifier of each process behind the interface of one.
 
     Jobs are submitted alike in every process and judged in turn by one of them; a payload that came
-    before goes to the one that has judged it. `poll` and `run` are the points at which verdicts are
-    gathered: all processes call them equally often, and get the same verdicts in the same order,
-    that of submission. So a slow verifier on one host delays all, and none takes another way.
+    before goes to the one that has judged it. `poll` is the point at which verdicts are gathered:
+    all processes call it equally often, and get the same verdicts in the same order, that of
+    submission. So a slow verifier on one host delays all, and none takes another way.
     """
 
     def __init__(self, verifier: Verifier):
@@ -26,7 +25,6 @@ class SharedVerifier:
         self._judges: dict[int, int] = {}
         self._open: dict[str, float] = {}  # all jobs, by submission, and when that was
         self._mine: set[str] = set()
-        self._ready: dict[str, Verdict] = {}  # taken in by `run` for a later `poll`
         reports = hosts.gather([verifier.isolation, verifier.isolation_report])
         # Levels sort by their letter, "none" behind them.
         weakest = max(range(len(reports)), key=lambda i: reports[i][0])
@@ -36,7 +34,7 @@ class SharedVerifier:
 
     def submit(self, job: Job) -> None:
         """Queue a job in the process that is to judge it; see `Verifier.submit`."""
-        if job.id in self._open or job.id in self._ready:
+        if job.id in self._open:
             raise ValueError(f"job id {job.id!r} is already waiting")
         text = json.dumps([job.kind, dict(job.payload)], sort_keys=True, default=list)
         payload = zlib.crc32(text.encode())
@@ -51,18 +49,17 @@ class SharedVerifier:
     def poll(self, timeout: float = 0.0) -> list[tuple[str, Verdict]]:
         """Verdicts finished since the last call, the same in every process. Each waits up to
         `timeout` seconds for one of its own jobs before it joins the others."""
-        ready, self._ready = self._ready, {}
-        return [*ready.items(), *self._gathered(0.0 if ready else timeout).items()]
-
-    def run(self, jobs: Iterable[Job]) -> dict[str, Verdict]:
-        """Judge `jobs` and return their verdicts in the same order; others stay for poll."""
-        names = []
-        for job in jobs:
-            self.submit(job)
-            names.append(job.id)
-        while not self._ready.keys() >= set(names):
-            self._ready |= self._gathered(0.2)
-        return {name: self._ready.pop(name) for name in names}
+        if not self._open:  # known to all alike: nothing to gather
+            return []
+        own = self._own.poll(timeout if self._mine else 0.0)
+        self._mine -= {name for name, _ in own}
+        rows = [[name, dataclasses.asdict(verdict)] for name, verdict in own]
+        everyone = hosts.gather(rows or "")
+        found = {name: Verdict(**fields) for rows in everyone for name, fields in rows}
+        done = [name for name in self._open if name in found]
+        for name in done:
+            del self._open[name]
+        return [(name, found[name]) for name in done]
 
     def waiting(self) -> dict[str, float]:
         """Ids not yet judged, in any process, and the seconds they have waited."""
@@ -78,17 +75,3 @@ class SharedVerifier:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-    def _gathered(self, timeout: float) -> dict[str, Verdict]:
-        """What any process has finished, in the order of submission."""
-        if not self._open:  # known to all alike: nothing to gather
-            return {}
-        own = self._own.poll(timeout if self._mine else 0.0)
-        self._mine -= {name for name, _ in own}
-        rows = [[name, dataclasses.asdict(verdict)] for name, verdict in own]
-        everyone = hosts.gather(rows or "")
-        found = {name: Verdict(**fields) for rows in everyone for name, fields in rows}
-        done = [name for name in self._open if name in found]
-        for name in done:
-            del self._open[name]
-        return {name: found[name] for name in done}
