@@ -19,12 +19,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from sage_jax.core.places import unusable
-from sage_jax.report import plots, study
+from sage_jax.report import plots, settings, study
 from sage_jax.roles import ROLES
 from sage_jax.spelling import hint
 
@@ -291,6 +291,9 @@ def command_line(options: argparse.Namespace) -> str:
 def write_page(options: argparse.Namespace) -> None:
     """Table and figure from the run folders. ValueError when they hold nothing to show."""
     found = study.read(options.workdir, options.settings, options.seeds, options.steps)
+    found = replace(found, unlike=settings.unlike(found, options.workdir))
+    for line in found.unlike:
+        print(f"WARNING: seeds that are not alike: {line}", file=sys.stderr)
     options.output.parent.mkdir(parents=True, exist_ok=True)
     link = ""
     if options.figure and found.runs:

@@ -72,7 +72,7 @@ SCHEMA: dict[str, Field] = {
     "lora.alpha": Field(
         0.0, "number", "adapter output times alpha / rank; 0: twice the rank, as in TRL", 0, 1e6
     ),
-    "lora.path": Field("", "folder", "PEFT adapter to start from; empty: a new one"),
+    "lora.path": Field("", "folder", "PEFT adapter to start from, with its rank; empty: a new one"),
     "lora.export": Field(
         "merged", "form", "what --mode=export writes", choices=("merged", "adapter")
     ),

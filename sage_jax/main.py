@@ -5,6 +5,7 @@ import re
 import signal
 import sys
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ MODES = {
     "dryrun": "does a run fit the chips of --topology? compiled for them, none of them needed",
 }
 NEEDS_CONFIG = ("train", "sft", "eval")
-# Modes that read a run; the first two do so, unless model.path is given, in the default place too.
+# Modes that read a run; the first two do so in the default place too, unless a model is named.
 READS_RUN = ("eval", "export", "generate", "score")
 NEEDS_FILES = {"generate": ("input", "output"), "score": ("input", "output"), "export": ("output",)}
 
@@ -108,7 +109,7 @@ def asks_for_help(argv: list[str]) -> bool:
 
 def parse(argv: list[str]) -> None:
     """Read the command line. UsageError for what it cannot mean."""
-    if unknown := overrides.unknown_overrides(argv):
+    if unknown := overrides.bad_overrides(argv):
         raise UsageError("\n  ".join(unknown))
     try:
         rest = FLAGS(argv)
@@ -136,6 +137,10 @@ def parse(argv: list[str]) -> None:
     folder = not (to_output and MODE.value != "export")
     if target.value and (reason := unusable(Path(target.value), folder)):
         raise UsageError(f"--{name}={target.value}: {reason}")
+    if MODE.value in READS_RUN and WORKDIR.value and not Path(WORKDIR.value).is_dir():
+        beside = [path.name for path in Path(WORKDIR.value).parent.glob("*")]
+        near = hint(Path(WORKDIR.value).name, beside)
+        raise UsageError(f"--workdir={WORKDIR.value}: no such folder{near}; give that of a run")
     if MODE.value == "export" and any(Path(OUTPUT.value).glob("*")):
         raise UsageError(f"--output={OUTPUT.value}: is not empty; choose a new folder")
     if INPUT.value and OUTPUT.value and Path(OUTPUT.value).exists():
@@ -143,13 +148,34 @@ def parse(argv: list[str]) -> None:
             raise UsageError(f"--output={OUTPUT.value}: is the input; choose another file")
 
 
+def place_of_work() -> Path:
+    """--workdir, else runs/<config name>, or for eval what `eval_place` says."""
+    if WORKDIR.value:
+        return Path(WORKDIR.value)
+    name = Path(config_flags.get_config_filename(FLAGS["config"])).stem
+    if MODE.value == "eval":
+        return eval_place(name, config_flags.get_override_values(FLAGS["config"]))
+    return Path("runs") / name
+
+
+def eval_place(name: str, given: Mapping[str, Any]) -> Path:
+    """runs/<config name>; for a model that the command line names, whose figures say nothing of the
+    run there, runs/<config name>_eval_<the last two parts of the model's path>."""
+    if not overrides.names_model(given):
+        return Path("runs") / name
+    model = Path(given.get("lora.path") or given["model.path"]).expanduser()
+    parts = (model.absolute() if model.is_dir() else model).parts[-2:]
+    return Path("runs") / f"{name}_eval_{re.sub(r'[^a-zA-Z0-9_.-]+', '-', '-'.join(parts))}"
+
+
 def read_config(workdir: Path) -> ml_collections.FrozenConfigDict:
     """The config of the command line; that of a run's model where the mode reads a run."""
     config, given = CONFIG.value, config_flags.get_override_values(FLAGS["config"])
-    found = WORKDIR.value or (MODE.value in READS_RUN[:2] and "model.path" not in given)
+    found = WORKDIR.value or (MODE.value in READS_RUN[:2] and not overrides.names_model(given))
     if MODE.value in READS_RUN and found:
         for line in overrides.take_model_of_run(config, given, workdir):
             print(f"sage_jax: as the run in {workdir} has it: {line}", file=sys.stderr)
+    overrides.take_rank_of_adapter(config, given)
     return schema.validate(config)
 
 
@@ -179,8 +205,7 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         parse(argv)
-        name = Path(config_flags.get_config_filename(FLAGS["config"])).stem
-        workdir = Path(WORKDIR.value or f"runs/{name}")
+        workdir = place_of_work()
         config = read_config(workdir)
         if MODE.value != "dryrun":
             start()  # before anything can ask JAX for its devices

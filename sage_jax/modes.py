@@ -15,15 +15,15 @@ from sage_jax import config as schema
 from sage_jax import offline
 from sage_jax.core import hosts
 from sage_jax.core.checkpoint import CheckpointError, Checkpoints
-from sage_jax.core.places import missing, remove_empty
+from sage_jax.core.places import misplaced, missing, remove_empty
 from sage_jax.evaluate import Evaluator, first_of_each_domain, write_answers
 from sage_jax.methods.graph import Cancelled
 from sage_jax.methods.measure import accuracy, all_samples
 from sage_jax.methods.sage import Sage
 from sage_jax.models import hf, lora, peft
-from sage_jax.overrides import refuse_fine_tuned
+from sage_jax.overrides import names_model, refuse_fine_tuned
 from sage_jax.report.progress import Progress, accuracy_summary, setup_logging
-from sage_jax.resume import check_fit
+from sage_jax.resume import check_fit, check_rank
 from sage_jax.run import start
 from sage_jax.runtime import (
     Model,
@@ -58,14 +58,18 @@ class Job:
 
 
 MADE_AT_START = ("metrics.jsonl", "episodes.jsonl", "lock", "checkpoints")
+OF_TRAINING = ("config.json", *MADE_AT_START)
+FOLDERS = ("checkpoints", "model")  # what a run makes of these names; all else are files
 
 
 @contextlib.contextmanager
-def sole_use(workdir: Path) -> Iterator[None]:
-    """Make the folder and keep other runs out of it. ConfigError while one is in there.
+def sole_use(workdir: Path, *names: str) -> Iterator[None]:
+    """Make the folder and keep other runs out of it. ConfigError while one is in there, or when
+    something of one of the `names` that will be written lies in their way.
 
     What ends before anything was written, such as a refused start, leaves no trace.
     """
+    check_places(workdir, "lock", *names)
     made = missing(workdir, MADE_AT_START) if hosts.first() else []
     with contextlib.ExitStack() as held:
         try:
@@ -76,6 +80,13 @@ def sole_use(workdir: Path) -> Iterator[None]:
         except BaseException:
             remove_empty(made)
             raise
+
+
+def check_places(workdir: Path, *names: str) -> None:
+    """ConfigError when something in `workdir` cannot be written under one of these names."""
+    with hosts.together():
+        if reason := misplaced({workdir / name: name in FOLDERS for name in names}):
+            raise schema.ConfigError(f"{reason}; move it away, or choose another --workdir")
 
 
 def _lock(workdir: Path, held: contextlib.ExitStack) -> None:
@@ -102,13 +113,11 @@ def run_train(job: Job, stop) -> int:
     refuse_fine_tuned(job.workdir)
     done = newest_step(job.workdir / "checkpoints")
     if done is not None and done >= config.train.steps:
-        say(
-            f"{job.workdir} is finished: step {done} of train.steps={config.train.steps}; "
-            "raise train.steps to go on, or choose another --workdir"
-        )
+        _refuse_other_rank(job, done)
+        say(finished(job.workdir, done, "train.steps", config.train.steps))
         return 0
     log = setup_logging(quiet=config.report.quiet or not hosts.first())
-    with sole_use(job.workdir), start(config, job.workdir, stop) as run:
+    with sole_use(job.workdir, *OF_TRAINING), start(config, job.workdir, stop) as run:
         if hosts.first():
             schema.dump(config, job.overrides, job.workdir / "config.json")
         log.info(table(run, job.workdir))
@@ -131,9 +140,33 @@ def run_train(job: Job, stop) -> int:
     elif stopped:
         log.warning(f"saved step {run.step} in {job.workdir}; the same command continues")
     else:
-        log.info(f"finished {run.step} steps; results in {job.workdir}")
+        say(f"finished {run.step} steps; results in {job.workdir}", sys.stderr)
         log.info(accuracy_summary(run.metrics.path))
     return TERMINATED if stopped else 0
+
+
+def _refuse_other_rank(job: Job, done: int) -> None:
+    """ConfigError when a finished run is asked for an adapter that it does not have: more steps,
+    which it would else be advised, are no way to that."""
+    checkpoints = Checkpoints(job.workdir / "checkpoints", keep=1 << 30)
+    try:
+        with contextlib.suppress(CheckpointError):  # nothing is read of a damaged one
+            check_rank(checkpoints, done, job.config)
+    finally:
+        checkpoints.close()
+
+
+def finished(workdir: Path, done: int, field: str, steps: int) -> str:
+    """Why nothing is left to do for a run that has reached step `done` of `steps`."""
+    if done == steps:
+        return (
+            f"{workdir} is finished: step {done} of {field}={steps}; raise {field} to go on, or "
+            "choose another --workdir"
+        )
+    return (
+        f"{workdir} is past {field}={steps}: it has reached step {done}, nothing was done; give a "
+        f"{field} above {done} to go on, or another --workdir to start anew"
+    )
 
 
 def newest_step(folder: Path) -> int | None:
@@ -150,14 +183,14 @@ def newest_step(folder: Path) -> int | None:
 def trained_model(job: Job, place: Placement) -> tuple[Model, str]:
     """The newest checkpoint of the work directory, else model.path; and which it was.
 
-    A model.path on the command line wins over a work directory that nobody named. ConfigError
-    when the one that was named holds no checkpoint, or it holds those of --mode=sft.
+    A model.path or lora.path on the command line wins over a work directory that nobody named.
+    ConfigError when the one that was named holds no checkpoint, or it holds those of --mode=sft.
     """
     folder = job.workdir / "checkpoints"
     if job.named:
         hosts.check_shared(job.workdir)
     step = None
-    if job.named or "model.path" not in job.overrides:
+    if job.named or not names_model(job.overrides):
         refuse_fine_tuned(job.workdir)
         step = newest_step(folder)
     if step is None and job.named:
@@ -167,7 +200,10 @@ def trained_model(job: Job, place: Placement) -> tuple[Model, str]:
         )
     model = load_model(job.config, place)
     if step is None:
-        return model, job.config.model.path
+        if not names_model(job.overrides):
+            say(f"{job.workdir} holds no checkpoint: model.path is read", sys.stderr)
+        adapter = job.config.lora.path and f" with the adapter {job.config.lora.path}"
+        return model, f"{job.config.model.path}{adapter}"
     checkpoints = Checkpoints(folder, keep=1 << 30)
     try:
         check_fit(checkpoints, step, model, job.config)
@@ -188,8 +224,10 @@ def run_eval(job: Job, stop) -> int:
     quiet = config.report.quiet or not hosts.first()
     setup_logging(quiet=quiet)
     place = placement(config)
-    names = list(config.eval.benchmarks) or [config.valid.path]
+    names = list(dict.fromkeys(config.eval.benchmarks)) or [config.valid.path]
     policy = "eval" if config.eval.benchmarks else "reward"
+    files = [f"eval_{number}_{Path(name).stem}.jsonl" for number, name in enumerate(names)]
+    check_places(job.workdir, "eval.json", *files)
     with hosts.together():
         loaded = sources.load_apart([name] for name in names)
         suites = dict(zip(names, loaded, strict=True))
@@ -204,7 +242,7 @@ def run_eval(job: Job, stop) -> int:
         engine.start(decode_weights(model.weights, model.cfg, place, config.model.dtype))
         evaluator = Evaluator(config, engine, verifier, model.tokens, method)
         say(f"evaluating {origin} (verifier policy {policy})")
-        for number, (name, tasks) in enumerate(suites.items()):
+        for file, (name, tasks) in zip(files, suites.items(), strict=True):
             tasks = first_of_each_domain(tasks, config.valid.limit)
             try:
                 episodes = evaluator.run(
@@ -231,11 +269,12 @@ def run_eval(job: Job, stop) -> int:
             }
             if hosts.first():
                 job.workdir.mkdir(parents=True, exist_ok=True)
-                write_answers(job.workdir / f"eval_{number}_{Path(name).stem}.jsonl", episodes)
+                write_answers(job.workdir / file, episodes)
             say(f"{name}: accuracy {results[name]['accuracy']:.4f} on {len(samples)} items")
     summary = {"model": origin, "policy": policy, "results": results}
     if hosts.first():
         (job.workdir / "eval.json").write_text(json.dumps(summary, indent=1) + "\n")
+    say(f"wrote {job.workdir / 'eval.json'} and the judged answers beside it: {', '.join(files)}")
     return 0
 
 
@@ -262,6 +301,8 @@ def _offline(work: Callable) -> Callable[[Job, Callable], int]:
                 return TERMINATED
         for problem in problems:
             say(f"{job.input}:{problem.line}: {problem.text}", sys.stderr)
+        left_out = f"; bad lines left out: {len(problems)}" if problems else ""
+        say(f"wrote {job.output}{left_out}", sys.stderr)  # --output may be standard output
         return 1 if problems else 0
 
     return run
@@ -295,14 +336,16 @@ def run_sft(job: Job, stop) -> int:
     c = job.config
     setup_logging(quiet=c.report.quiet)
     if c.lora.rank:
+        remedy = "leave lora.path out" if c.lora.path else "set lora.rank=0"
         raise schema.ConfigError(
-            f"lora.rank={c.lora.rank}: --mode=sft trains all weights; set lora.rank=0"
+            f"lora.rank={c.lora.rank}: --mode=sft trains all weights; {remedy}"
         )
     if hosts.count() > 1:
         raise schema.ConfigError(
             f"--mode=sft runs in one process on one device, this is one of {hosts.count()}: start "
             "it alone"
         )
+    its_model = f"the model is {job.workdir / 'model'}"
     settings = SftSettings(
         model_path=model_path(c.model.path),
         **c.sft,
@@ -316,7 +359,11 @@ def run_sft(job: Job, stop) -> int:
         attention=c.model.attention,
         checkpoint_every=c.checkpoint.every or c.sft.steps,
     )
-    with sole_use(job.workdir):
+    if (done := newest_step(job.workdir / "checkpoints")) is not None and done >= c.sft.steps:
+        if (job.workdir / "model" / "config.json").is_file():  # its last file
+            say(f"{finished(job.workdir, done, 'sft.steps', c.sft.steps)}; {its_model}")
+            return 0
+    with sole_use(job.workdir, "config.json", *FOLDERS):
         try:
             record = partial(schema.dump, c, job.overrides, job.workdir / "config.json")
             folder = sft(settings, job.workdir, stop, record)
@@ -324,7 +371,7 @@ def run_sft(job: Job, stop) -> int:
             raise schema.ConfigError(str(error)) from error
     if folder is None:
         return TERMINATED
-    print(f"wrote {folder}")
+    say(f"finished {max(done or 0, c.sft.steps)} steps; {its_model}")
     return 0
 
 

@@ -13,11 +13,19 @@ from absl import flags
 from ml_collections import config_flags
 
 from sage_jax.config import SCHEMA, ConfigError, field_problems, flatten, nearest, recorded
+from sage_jax.core.model_files import REMEDY, read_object
 
 # Of a run, what its checkpoints cannot be read without, and the two that may be given otherwise:
 # its model may have moved, its compute type is free.
 MADE_WITH = ("lora.rank", "lora.alpha")
 MODEL_OF_RUN = (*MADE_WITH, "model.path", "model.dtype")
+# Fields of an adapter folder's adapter_config.json.
+OF_ADAPTER = {"lora.rank": "r", "lora.alpha": "lora_alpha"}
+PARSERS: dict[type, tuple[flags.ArgumentParser, str]] = {
+    int: (flags.IntegerParser(), "a whole number"),
+    float: (flags.FloatParser(), "a number"),
+    bool: (flags.BooleanParser(), "true or false"),
+}
 
 
 class ListParser(flags.ArgumentParser):
@@ -49,12 +57,63 @@ def register_list_parser() -> None:
     config_flags.register_flag_parser_for_type(tuple, ListParser())
 
 
-def unknown_overrides(argv: list[str]) -> list[str]:
-    """What is wrong with the names of --config.a.b=value arguments."""
-    names = [re.match(r"--?config\.([^=]+)", arg) for arg in argv]
-    return [
-        f"--config.{m[1]}: unknown field{nearest(m[1])}" for m in names if m and m[1] not in SCHEMA
-    ]
+def bad_overrides(argv: list[str]) -> list[str]:
+    """What is wrong with the names of --config.a.b=value arguments, and with the types of their
+    values."""
+    problems = []
+    for arg, following in zip(argv, [*argv[1:], ""], strict=True):
+        if not (found := re.fullmatch(r"--?config\.([^=]+)(=(.*))?", arg, re.DOTALL)):
+            continue
+        name, joined, value = found.groups()
+        if name not in SCHEMA:
+            problems.append(f"--config.{name}: unknown field{nearest(name)}")
+        elif joined or not isinstance(SCHEMA[name].default, bool):  # a flag alone is true
+            problems += _type_problems(name, value if joined else following)
+    return problems
+
+
+def _type_problems(name: str, text: str) -> list[str]:
+    field = SCHEMA[name]
+    if type(field.default) not in PARSERS:  # any text will do
+        return []
+    parser, wanted = PARSERS[type(field.default)]
+    try:
+        parser.parse(text)
+    except (TypeError, ValueError):
+        return [f"{name}={text!r:.80}: give {wanted} ({field.unit}: {field.help})"]
+    return []
+
+
+def names_model(given: Mapping[str, Any]) -> bool:
+    """Whether the command line says which model is meant: it wins over a run that it does not."""
+    return "model.path" in given or bool(given.get("lora.path"))
+
+
+def take_rank_of_adapter(config: Any, given: Mapping[str, Any]) -> None:
+    """Set lora.rank and lora.alpha, where they are left at their defaults, to those of the adapter
+    in lora.path. ConfigError when they contradict it, or it cannot be read."""
+    path, problems = config.lora.path, []
+    if not path or given.get("lora.rank") == 0:  # all weights: refused with the other problems
+        return
+    try:
+        content = read_object(Path(path) / "adapter_config.json")
+    except ValueError as error:
+        raise ConfigError(f"lora.path={path}: {error}") from error
+    for name, key in OF_ADAPTER.items():
+        leaf: str = name.partition(".")[2]
+        value: Any = content.get(key)
+        if type(value) not in (int, float) or value <= 0:
+            problems.append(f"adapter_config.json: {key} is {value!r:.80}, no {leaf}; {REMEDY}")
+        elif not config.lora[leaf]:
+            with config.lora.ignore_type():  # whether it is one is checked with all others
+                config.lora[leaf] = value
+        elif config.lora[leaf] != value:
+            problems.append(
+                f"{name}={config.lora[leaf]!r}: the adapter there has {key} {value!r}; give that, "
+                "or 0 to take it from there"
+            )
+    if problems:
+        raise ConfigError(f"lora.path={path}:\n  " + "\n  ".join(problems))
 
 
 def take_model_of_run(config: Any, given: Mapping[str, Any], workdir: Path) -> list[str]:
@@ -75,6 +134,11 @@ def take_model_of_run(config: Any, given: Mapping[str, Any], workdir: Path) -> l
     if wrong := [n for n in MADE_WITH if n in given and given[n] != of_run[n]]:
         told = "\n  ".join(f"{n}={given[n]!r}: {path} has {of_run[n]!r}" for n in wrong)
         raise ConfigError(f"{told}\n  leave {' and '.join(wrong)} out: the run's own are taken")
+    if "lora.path" in given and not of_run["lora.rank"]:
+        raise ConfigError(
+            f"lora.path={given['lora.path']!r}: the run in {workdir} trained all weights and takes "
+            "no adapter; leave lora.path out to read the run, or --workdir to read the adapter"
+        )
     before, aside = recorded(flatten(config)), []
     for name, value in of_run.items():
         if name in given:
@@ -84,8 +148,9 @@ def take_model_of_run(config: Any, given: Mapping[str, Any], workdir: Path) -> l
         group, leaf = name.split(".")
         with config[group].ignore_type():  # whether it is one is checked with all others
             config[group][leaf] = value
-    if "lora.path" not in given:
-        config.lora.path = ""  # where it started from: the adapter is that of the checkpoint
+    if given.get("lora.path"):
+        aside.append(f"its own adapter, not that of lora.path={given['lora.path']!r}")
+    config.lora.path = ""  # where it started from: the adapter is that of the checkpoint
     return aside
 
 

@@ -44,16 +44,10 @@ def restore_newest(
 def check_fit(checkpoints: Checkpoints, step: int, model: Model, config) -> None:
     """ConfigError when the checkpoint holds parameters of other shapes than model.path and lora
     give, or an adapter that is meant otherwise or for another base."""
+    check_rank(checkpoints, step, config)
     host = checkpoints.host(step)
     now = recorded(flatten(config))["model.path"]
     before = recorded(host["config"]).get("model.path")
-    ranks = {name: host["config"].get(name, 0) for name in ("lora.rank", "lora.alpha")}
-    here = {"lora.rank": config.lora.rank, "lora.alpha": config.lora.alpha}
-    if ranks != here:
-        raise ConfigError(
-            f"{_lora_words(here)} here, but {checkpoints.path(step)} was written with "
-            f"{_lora_words(ranks)}; give those values, or choose another --workdir"
-        )
     if model.lora is not None and (of := host.get("base")) != model.fingerprint:
         raise ConfigError(
             f"model.path={now!r}: its weights are not those that the adapter in "
@@ -72,6 +66,19 @@ def check_fit(checkpoints: Checkpoints, step: int, model: Model, config) -> None
         f"model.path={now!r}: its parameters do not fit {checkpoints.path(step)} ({misfits[0]}; "
         f"{len(misfits)} differ): {cause}, or choose another --workdir"
     )
+
+
+def check_rank(checkpoints: Checkpoints, step: int, config) -> None:
+    """ConfigError when the checkpoint was written with another rank or alpha than config.lora's."""
+    host = checkpoints.host(step)
+    ranks = {name: host["config"].get(name, 0) for name in ("lora.rank", "lora.alpha")}
+    here = {"lora.rank": config.lora.rank, "lora.alpha": config.lora.alpha}
+    if ranks != here:
+        first = f"leave lora.path={config.lora.path} out and " if config.lora.path else ""
+        raise ConfigError(
+            f"{_lora_words(here)} here, but {checkpoints.path(step)} was written with "
+            f"{_lora_words(ranks)}; {first}give those values, or choose another --workdir"
+        )
 
 
 def _lora_words(values: dict[str, Any]) -> str:

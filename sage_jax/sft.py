@@ -7,7 +7,7 @@ the whole batch. Rows come from scripted demonstrations of the tiny world or fro
 import codecs
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,13 +27,26 @@ from sage_jax.learn.score import token_logps
 from sage_jax.models import hf, qwen_params
 from sage_jax.models.qwen_config import QwenConfig
 from sage_jax.report import jsonl
-from sage_jax.report.progress import logger
+from sage_jax.report.progress import duration, logger
 from sage_jax.roles import PromptSet, load_prompts
 from sage_jax.spelling import hint
 from sage_jax.tasks.task import PublicTask
 from sage_jax.tasks.tiny_demos import Demo, demonstrations
 
 TINY_WORLD = "tiny_world"
+# Fields of the config behind settings that are not of its sft part.
+FIELDS = {
+    "model_path": "model.path",
+    "dtype": "model.dtype",
+    "remat": "model.remat",
+    "attention": "model.attention",
+    "micro_rows": "optim.micro_rows",
+    "weight_decay": "optim.weight_decay",
+    "clip_norm": "optim.clip_norm",
+    "seed": "seed",
+    "prompts": "method.prompts",
+}
+UNTOLD = ("checkpoint_every", "log_every")  # what no weight depends on
 PRINTED_PROBLEMS = 20
 
 
@@ -84,8 +97,9 @@ def sft(
 ) -> Path | None:
     """Trains for `steps` updates and exports a Hugging Face folder `workdir/model`; returns it.
 
-    Continues from the last checkpoint in `workdir`. When `should_stop` says so it saves and
-    returns None. `begins` is called when nothing of the input can be refused any more.
+    Continues from the last checkpoint in `workdir`, and says so, as it does of settings that have
+    changed since. When `should_stop` says so it saves and returns None. `begins` is called when
+    nothing of the input can be refused any more.
     """
     # The cheap checks first: a bad line should not cost the loading of a model.
     cfg = hf.read_config(resolve(settings.model_path))
@@ -106,6 +120,7 @@ def sft(
                 f"{error}, or of another model than {settings.model_path}; choose another --workdir"
             ) from error
     begins()
+    _announce(settings, cfg, workdir, done, checkpoints.host(done) if done else {})
     examples = islice(examples, done * settings.batch, None)
     started, counted = time.monotonic(), 0
     for step in range(done + 1, settings.steps + 1):
@@ -116,19 +131,39 @@ def sft(
         state, loss, norm = finish(state, acc)
         counted += count
         last = step == settings.steps
-        if step % settings.log_every == 0 or last:
+        if step % settings.log_every == 0 or step in (done + 1, settings.steps):
+            seconds = time.monotonic() - started
             logger.info(
-                "sft step %d/%d  loss %.4f  grad_norm %.3f  response tokens/s %.0f",
-                *(step, settings.steps, loss, norm, counted / (time.monotonic() - started)),
+                "sft step %d/%d  loss %.4f  grad_norm %.3f  response tokens/s %.0f  ETA %s",
+                *(step, settings.steps, loss, norm, counted / seconds),
+                duration(seconds / (step - done) * (settings.steps - step)),
             )
         stopping = should_stop()
         if step % settings.checkpoint_every == 0 or last or stopping:
-            checkpoints.save(step, {"state": state}, {}, None)
+            checkpoints.save(step, {"state": state}, asdict(settings), None)
         if stopping and not last:
             checkpoints.close()
+            logger.warning(f"saved step {step} in {workdir}; the same command continues")
             return None
     checkpoints.close()
     return _export(state.params, cfg, workdir / "model", settings.model_path)
+
+
+def _announce(
+    settings: SftSettings, cfg: QwenConfig, workdir: Path, done: int, before: dict[str, Any]
+) -> None:
+    """What is about to be done, and what is not as it was `before`, when `done` was saved."""
+    weights = "random weights" if settings.from_scratch else settings.model_path
+    logger.info(
+        f"sft of {weights} ({cfg.model_type}) on {settings.data}: {settings.batch} rows an update, "
+        f"a checkpoint every {settings.checkpoint_every}; the model will be {workdir / 'model'}"
+    )
+    if done:
+        logger.info(f"resumed at step {done} of {settings.steps} in {workdir}")
+    for name, value in asdict(settings).items():
+        if name in before and name not in UNTOLD and before[name] != value:
+            field = FIELDS.get(name, f"sft.{name}")
+            logger.info(f"continues with another {field}: {value!r}, not {before[name]!r}")
 
 
 def _start(settings: SftSettings) -> tuple[Any, QwenConfig]:

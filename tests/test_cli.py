@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sage_jax import main as front
 from sage_jax import modes
 from sage_jax import offline as offline_module
 from sage_jax.config import ConfigError, base, validate
 from sage_jax.core.tokens import Tokens
 from sage_jax.main import MODES, main
-from sage_jax.verify.__main__ import main as verify_main
 
 ROOT = Path(__file__).parent.parent
 
@@ -52,7 +52,12 @@ def offline(mode, folder, tmp_path, rows, **fields):
     ("args", "part"),
     [
         (("--config=configs/tiny.py", "--config.optim.learnin_rate=1"), "optim.lr"),
-        (("--config=configs/tiny.py", "--config.optim.lr=fast"), "optim.lr"),
+        (
+            ("--config=configs/tiny.py", "--config.train.steps=ten"),
+            "steps='ten': give a whole number",
+        ),
+        (("--mode=eval", "--config=configs/tiny.py", "--workdir=doc"), "did you mean docs?"),
+        (("--mode=export", "--workdir=gone", "--output=x"), "gone: no such folder; give that of a"),
         (("--config=configs/tiny.py", "--config.optim.lr=-1"), "[0, 1]"),
         (("--config=configs/none.py",), "none.py"),
         (("--mode=train",), "--config=FILE"),
@@ -106,12 +111,6 @@ def test_help_tells_modes_flags_and_examples_and_is_no_error(flag, capsys):
     for name in [f"  {mode} " for mode in MODES] + ["--config.a.b", "--workdir", "--mode=export"]:
         assert name in out.out
     assert set(MODES) == set(modes.MODES)
-
-
-def test_the_verifiers_command_line_has_help_too(capsys):
-    with pytest.raises(SystemExit) as done:
-        verify_main(["--help"])
-    assert done.value.code == 0 and "--input" in capsys.readouterr().out
 
 
 def test_bad_sources_are_all_named_before_a_model_is_loaded(tmp_path):
@@ -262,6 +261,61 @@ def test_a_stop_request_ends_the_file_modes_too(tiny_folder, tmp_path, mode):
     source.write_text('{"id": "a", "tokens": [5, 6]}\n')
     job = modes.Job(validate(c), {}, tmp_path, source, tmp_path / "out.jsonl")
     assert modes.MODES[mode](job, lambda: True) == modes.TERMINATED
+
+
+def test_the_file_modes_end_with_where_the_output_is(tiny_folder, tmp_path, capsys):
+    row = {"id": "a", "tokens": [5, 6]}
+    for mode in ("generate", "score"):
+        offline(mode, tiny_folder, tmp_path, [row])
+        out = capsys.readouterr()
+        assert not out.out  # which may be the output itself
+        assert out.err.splitlines()[-1] == f"wrote {tmp_path}/{mode}.jsonl"
+        offline(mode, tiny_folder, tmp_path, [row, "{"])
+        last = capsys.readouterr().err.splitlines()[-1]
+        assert last == f"wrote {tmp_path}/{mode}.jsonl; bad lines left out: 1"
+
+
+def test_an_evaluation_of_a_named_model_stays_out_of_the_run_of_that_config(tiny_folder, tmp_path):
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    (tmp_path / "runs" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs" / "tiny" / "eval.json").write_text("of the run")
+    args = ("--mode=eval", "--config=configs/tiny.py", f"--config.model.path={tiny_folder}")
+    short = ("--config.valid.limit=1", "--config.sandbox.require_level=none")
+    done = run(*args, *short, cwd=tmp_path, PYTHONPATH=str(ROOT))
+    assert done.returncode == 0, done.stderr
+    folder = Path("runs") / f"tiny_eval_{tiny_folder.parent.name}-model"
+    said = f"wrote {folder}/eval.json and the judged answers beside it: eval_0_valid.jsonl"
+    assert done.stdout.splitlines()[-1] == said
+    assert json.loads((tmp_path / folder / "eval.json").read_text())["model"] == str(tiny_folder)
+    assert len((tmp_path / folder / "eval_0_valid.jsonl").read_text().splitlines()) == 2
+    assert (tmp_path / "runs" / "tiny" / "eval.json").read_text() == "of the run"
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ({}, "tiny"),
+        ({"model.path": "Qwen/Qwen3-4B"}, "tiny_eval_Qwen-Qwen3-4B"),
+        ({"model.path": "asset:tiny-qwen3"}, "tiny_eval_asset-tiny-qwen3"),
+        ({"model.path": "tuned/model"}, "tiny_eval_tuned-model"),
+        ({"model.path": "."}, "tiny_eval_{0.parent.name}-{0.name}"),
+        ({"lora.path": "my adapters/b", "model.path": "a"}, "tiny_eval_my-adapters-b"),
+        ({"lora.path": ""}, "tiny"),
+    ],
+)
+def test_every_named_model_has_a_place_for_its_evaluation(tmp_path, monkeypatch, given, place):
+    monkeypatch.chdir(tmp_path)
+    assert front.eval_place("tiny", given) == Path("runs") / place.format(tmp_path)
+
+
+def test_what_eval_reads_for_want_of_a_checkpoint_is_said(tiny_folder, tmp_path, capsys):
+    c = base()
+    c.model.path, c.mesh.data, c.report.quiet = str(tiny_folder), 1, True
+    job = modes.Job(validate(c), {}, tmp_path / "none", Path(), tmp_path / "out")
+    assert modes.run_export(job, lambda: False) == 0
+    out = capsys.readouterr()
+    assert out.err.splitlines()[-1] == f"{tmp_path}/none holds no checkpoint: model.path is read"
+    assert out.out == f"exported {tiny_folder} to {tmp_path}/out; read back and equal\n"
 
 
 def test_an_empty_input_gives_an_empty_output(tiny_folder, tmp_path):

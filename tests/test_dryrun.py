@@ -115,7 +115,8 @@ def test_the_mode_prints_a_table_and_writes_its_twin(sizes_only, tmp_path, capsy
     config = small(sizes_only)
     job = modes.Job(config, {}, tmp_path, tmp_path, tmp_path / "out.json", topology="cpu:8")
     assert modes.run_dryrun(job, None) == 0
-    printed = capsys.readouterr().out
+    printed, told = capsys.readouterr()
+    assert told.splitlines()[-1] == f"wrote {tmp_path}/out.json"
     result = json.loads((tmp_path / "out.json").read_text())
     names = ["cast", "prefill", "insert", "decode", "score", "update", "apply"]
     assert [p["name"] for p in result["programs"]] == names

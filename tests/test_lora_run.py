@@ -118,6 +118,40 @@ def test_another_rank_or_alpha_than_the_checkpoints_is_refused_with_both(
         trained(other, finished[0])
 
 
+def test_a_finished_run_advises_no_more_steps_to_who_asks_for_another_adapter(
+    config, finished, tmp_path
+):
+    other = changed(config, lora__rank=8, lora__path="elsewhere", train__steps=2)
+    said = r"lora.rank=8, lora.alpha=8 here.*; leave lora.path=elsewhere out and give those values"
+    with pytest.raises(ConfigError, match=said):
+        modes.run_train(job(other, finished[0]), lambda: False)
+    damaged = shutil.copytree(finished[0], tmp_path / "run")
+    (damaged / "checkpoints" / "2" / "host" / "metadata").write_text("{")
+    assert modes.run_train(job(other, damaged), lambda: False) == 0  # said to be finished
+
+
+def test_the_rank_of_the_adapter_in_lora_path_need_not_be_repeated(config, folder, tmp_path):
+    given = [
+        "--config=configs/tiny.py", f"--config.lora.path={folder}", "--config.mesh.data=1",
+        f"--config.tasks.seeds={tmp_path}/absent.jsonl", f"--workdir={tmp_path}/run",
+    ]  # fmt: skip
+    done = command_line(*given)
+    assert done.returncode == 2 and "absent.jsonl: no such" in done.stderr  # the rank is settled
+    done = command_line(*given, "--config.lora.rank=8")
+    assert done.returncode == 2
+    assert f"lora.path={folder}:\n  lora.rank=8: the adapter there has r 4;" in done.stderr
+
+
+def test_an_adapter_named_on_the_command_line_wins_over_a_run_that_nobody_named(
+    config, finished, folder
+):
+    named = changed(config, lora__path=str(folder))
+    wanted = replace(job(named, finished[0]), overrides={"lora.path": str(folder)})
+    model, origin = modes.trained_model(wanted, placement(named))
+    assert origin == f"{config.model.path} with the adapter {folder}"
+    assert_trees_equal(jax.device_get(model.adapter), finished[1].params)
+
+
 def test_a_checkpoint_of_all_weights_is_refused_for_an_adapter(config, tmp_path):
     whole = small_config(config.model.path, train__steps=1, **SHORT)
     with start(whole, tmp_path, lambda: False) as run:

@@ -56,6 +56,56 @@ def test_a_file_that_is_no_json_object_is_named_with_the_remedy(folder, name, co
     assert "copy the file again" in text and len(text) < 500
 
 
+def to_folder(path):
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def to_nothing(path):
+    path.unlink(missing_ok=True)
+    path.symlink_to("absent")
+
+
+def unreadable(path):
+    path.unlink(missing_ok=True)
+    path.symlink_to("/proc/self/mem")  # its first page cannot be read, by root either
+
+
+NO_FILES = {
+    to_folder: " is a folder, not a file: copy the file again",
+    to_nothing: " is a link that leads to no file: copy the file again",
+    unreadable: " cannot be read (Input/output error): copy the file again",
+}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"), NO_FILES.items(), ids=lambda x: getattr(x, "__name__", "")
+)
+@pytest.mark.parametrize("name", [*JSON_FILES, "special_tokens_map.json", hf.INDEX])
+def test_what_is_no_file_is_named_and_never_passes_for_an_absent_one(folder, name, spoil, said):
+    spoil(folder / name)
+    assert f"{folder / name}{said}" in refusal(folder)
+
+
+@pytest.mark.parametrize("spoil", [to_folder, to_nothing])
+def test_a_template_that_is_no_file_is_named(folder, spoil):
+    spoil(folder / "chat_template.jinja")
+    assert f"{folder}/chat_template.jinja{NO_FILES[spoil]}" in refusal(folder)
+
+
+def test_an_empty_template_is_refused_since_every_prompt_would_be_empty(folder):
+    (folder / "chat_template.jinja").write_text("\n")
+    assert "chat_template.jinja (or tokenizer_config.json): the chat template is empty" in refusal(
+        folder
+    )
+
+
+@pytest.mark.parametrize("spoil", NO_FILES)
+def test_weights_that_are_no_file_are_named_first(folder, spoil):
+    spoil(folder / "model.safetensors")
+    assert refusal(folder).splitlines()[1].startswith("  model.safetensors cannot be read")
+
+
 NAN = float("nan")
 
 

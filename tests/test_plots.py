@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from sage_jax import config as schema
 from sage_jax.report import plots
+from sage_jax.report.settings import Run, group
 from sage_jax.report.study import Study
 
 ALL = {
@@ -37,8 +39,12 @@ def rows(seed=0, steps=6, without=()):
     ]
 
 
-def run_folder(folder: Path, **changes) -> Path:
+def run_folder(folder: Path, config=None, **changes) -> Path:
     folder.mkdir()
+    if config is not None:
+        values = schema.flatten(schema.base()) | config
+        recorded = {name: {"value": value, "source": "file"} for name, value in values.items()}
+        (folder / "config.json").write_text(json.dumps(recorded))
     text = "".join(json.dumps(row) + "\n" for row in rows(**changes))
     (folder / "metrics.jsonl").write_text(text)
     return folder
@@ -73,10 +79,124 @@ def test_a_run_that_has_only_begun_is_drawn(tmp_path):
     assert (tmp_path / "run.png").stat().st_size > 5000
 
 
-def test_seeds_of_different_length_share_a_mean(tmp_path):
-    folders = [run_folder(tmp_path / f"s{i}", seed=i, steps=4 + i) for i in range(3)]
-    plots.run_figure(folders, tmp_path / "seeds.svg")
-    assert "<!-- thick: mean of 3 seeds" in texts(tmp_path / "seeds.svg")
+@pytest.fixture
+def drawn(monkeypatch):
+    """Every line of a figure that is drawn: (label, steps, values)."""
+    from matplotlib.axes import Axes
+
+    lines, real = [], Axes.plot
+
+    def plot(self, steps, values, **look):
+        lines.append((look.get("label", ""), list(steps), list(values)))
+        return real(self, steps, values, **look)
+
+    monkeypatch.setattr(Axes, "plot", plot)
+    return lines
+
+
+def test_seeds_of_different_length_share_a_mean_and_each_goes_to_its_end(tmp_path, drawn):
+    folders = [run_folder(tmp_path / f"s{i}", {"seed": i}, seed=i, steps=4 + i) for i in range(3)]
+    told = plots.run_figure(folders, tmp_path / "seeds.svg")
+    said = "thick: mean of 3 seeds up to update 4, which all have reached, right column"
+    assert f"<!-- {said}" in texts(tmp_path / "seeds.svg")
+    ends = {max(steps) for _, steps, _ in drawn}
+    assert ends == {4, 5, 6}
+    assert (
+        told[0]
+        == "drawn: "
+        + ", ".join(f"{tmp_path}/s{i} ({4 + i} updates)" for i in range(3))
+        + ", 3 seeds"
+    )
+    assert told[1:] == [f"wrote {tmp_path}/seeds.svg"]
+
+
+def test_runs_that_may_be_of_one_seed_are_called_runs(tmp_path):
+    for name, configs in (("unknown", (None, None)), ("same", ({"seed": 1}, {"seed": 1}))):
+        folders = [run_folder(tmp_path / f"{name}{i}", c) for i, c in enumerate(configs)]
+        plots.run_figure(folders, tmp_path / f"{name}.svg")
+        drawn = texts(tmp_path / f"{name}.svg")
+        assert "<!-- thick: mean of 2 runs, right" in drawn and "thin: each run -->" in drawn
+
+
+def test_runs_of_different_settings_and_lengths_are_told_apart_and_drawn_whole(tmp_path, drawn):
+    robust = {"method.rewards": "robust", "train.steps": 9}
+    folders = [
+        run_folder(tmp_path / "a", {"seed": 0, "train.steps": 4}, steps=4),
+        run_folder(tmp_path / "b", {"seed": 1, "train.steps": 4}, steps=3),
+        run_folder(tmp_path / "c", robust | {"seed": 0}, steps=9),
+    ]
+    told = plots.run_figure(folders, tmp_path / "all.svg")
+    paper = "train.steps=4, method.rewards=paper"
+    other = "train.steps=9, method.rewards=robust"
+    assert told[:2] == [
+        f"{paper}: {tmp_path}/a (4 updates), {tmp_path}/b (3 updates), 2 seeds",
+        f"{other}: {tmp_path}/c (9 updates), 1 seed",
+    ]
+    for label in (f"{paper} (2 seeds up to update 3, which all have reached)", f"{other} (1 seed)"):
+        assert f"<!-- {label} -->" in texts(tmp_path / "all.svg")
+    ends = {label.split(" (")[0]: max(steps) for label, steps, _ in drawn if label}
+    assert ends == {paper: 3, other: 9}
+    assert {max(steps) for label, steps, _ in drawn if not label} == {3, 4, 9}  # thin
+
+
+def test_only_what_figures_depend_on_tells_runs_apart():
+    def runs(**changes):
+        config = {name: field.default for name, field in schema.SCHEMA.items()}
+        fields = {name.replace("__", "."): value for name, value in changes.items()}
+        both = (config, config | fields)
+        return [Run(Path(str(i)), rows(), c) for i, c in enumerate(both)]
+
+    for same in ({}, {"seed": 3}, {"checkpoint__every": 7}, {"report__quiet": True}):
+        assert [one.label for one in group(runs(**same))] == [""]
+    assert [one.label for one in group(runs(optim__lr=0.5))] == ["optim.lr=3e-06", "optim.lr=0.5"]
+    many = {"optim__lr": 0.5, "method__alpha": 0.1, "method__beta": 0.2, "train__steps": 7}
+    assert [one.label.split(" and ")[1] for one in group(runs(**many))] == ["1 more"] * 2
+    # What every run of a setting has in common with it comes last.
+    twins = runs(method__rewards="robust", method__advantage="grouped")
+    third = runs(method__train_roles=("solver",))[1]
+    named = [Run(Path(str(i)), run.rows, run.config) for i, run in enumerate([*twins, third])]
+    assert group(named)[1].settings == (
+        "method.rewards=robust, method.train_roles=challenger,planner,solver,critic, "
+        "method.advantage=grouped"
+    )
+    # Long values that end alike, and lists.
+    long = {"valid__path": "/a" + "/x" * 40}, {"valid__path": "/b" + "/x" * 40}
+    pair = [runs(**x)[1] for x in long]
+    named = [Run(Path(name), run.rows, run.config) for name, run in zip("ab", pair, strict=True)]
+    assert [one.label.split(":")[0] for one in group(named)] == ["a", "b"]
+    roles = [one.label for one in group(runs(method__train_roles=("solver",)))]
+    assert roles[1] == "method.train_roles=solver"
+
+
+def test_runs_measured_on_other_items_are_told_apart_where_all_say_on_which():
+    def run(name, items):
+        found = [row | ({"valid/set": items} if items else {}) for row in rows()]
+        return Run(Path(name), found, schema.flatten(schema.base()))
+
+    assert [one.label for one in group([run("a", 1), run("b", 2)])] == [
+        "valid/set=1",
+        "valid/set=2",
+    ]
+    assert len(group([run("a", 1), run("b", 1)])) == 1
+    assert len(group([run("a", 1), run("b", None)])) == 1  # from before it was logged
+
+
+def test_runs_without_their_config_are_not_taken_for_those_with_one(tmp_path):
+    folders = [run_folder(tmp_path / "a", {}), run_folder(tmp_path / "b")]
+    plots.run_figure(folders, tmp_path / "a.svg")
+    assert "<!-- settings unknown: no config.json (1 run) -->" in texts(tmp_path / "a.svg")
+    (tmp_path / "a" / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="a/config.json: is not the config of a run"):
+        plots.run_figure(folders, tmp_path / "a.svg")
+
+
+def test_a_run_given_twice_is_refused_and_one_that_has_not_begun_is_named(tmp_path):
+    folders = [run_folder(tmp_path / "a"), run_folder(tmp_path / "b")]
+    with pytest.raises(ValueError, match="a, .*a: the same run; give each once"):
+        plots.run_figure([folders[0], tmp_path / "b" / ".." / "a"], tmp_path / "a.svg")
+    (tmp_path / "b" / "metrics.jsonl").write_text("")
+    told = plots.run_figure(folders, tmp_path / "a.svg")
+    assert told[1] == f"not drawn, no step is finished yet: {tmp_path}/b"
 
 
 def test_a_png_is_wide_enough_for_a_page(tmp_path):

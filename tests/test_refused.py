@@ -55,6 +55,30 @@ def test_a_refused_start_leaves_no_trace_and_takes_nothing_away(tiny_asset, tmp_
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    ("mode", "name", "kind"),
+    [
+        *(
+            ("train", n, "folder")
+            for n in ("config.json", "metrics.jsonl", "episodes.jsonl", "lock")
+        ),
+        ("train", "checkpoints", "file"),
+        *(("sft", name, "folder") for name in ("config.json", "lock")),
+        *(("sft", name, "file") for name in ("checkpoints", "model")),
+        *(("eval", name, "folder") for name in ("eval.json", "eval_0_valid.jsonl")),
+    ],
+)
+def test_what_lies_where_a_run_will_write_is_named_before_the_model_loads(
+    tmp_path, mode, name, kind
+):
+    path = tmp_path / name
+    path.mkdir() if kind == "folder" else path.touch()
+    said = "is a folder, not a file" if kind == "folder" else "is a file, not a folder"
+    with pytest.raises(ConfigError, match=f"^{path}: {said}; move it away, or choose another --w"):
+        modes.MODES[mode](job(small_config("absent"), tmp_path), lambda: False)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_a_refused_evaluation_and_a_refused_scoring_leave_no_trace(tiny_asset, tmp_path):
     config = small_config(tiny_asset, valid__path="absent.jsonl")
     with pytest.raises(ValueError, match="absent.jsonl"):

@@ -2,12 +2,15 @@
 
 import json
 from itertools import islice
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sage_jax import config as schema
+from sage_jax import modes
 from sage_jax import sft as module
 from sage_jax.core.tokens import Tokens
 from sage_jax.models import hf, qwen
@@ -99,6 +102,77 @@ def test_a_stopped_run_continues_to_the_same_weights(base, tmp_path):
     assert first.read_bytes() == second.read_bytes()
 
 
+@pytest.fixture
+def said(monkeypatch):
+    """What is logged, in order."""
+    lines = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(
+            module.logger, level, lambda text, *args: lines.append(text % args if args else text)
+        )
+    return lines
+
+
+def test_start_stop_and_resumption_are_told_with_what_has_changed(base, tmp_path, said):
+    asked = iter([False, True])
+    assert sft(settings(base, steps=6), tmp_path, lambda: next(asked)) is None
+    assert said[0] == (
+        f"sft of random weights (qwen3) on {base}/rows.jsonl: 2 rows an update, a checkpoint every "
+        f"500; the model will be {tmp_path}/model"
+    )
+    assert said[1].startswith("sft step 1/6  loss ") and "  ETA " in said[1]
+    assert said[2:] == [f"saved step 2 in {tmp_path}; the same command continues"]
+    said.clear()
+    changed = settings(base, steps=3, lr=0.5, clip_norm=2.0, log_every=7, checkpoint_every=9)
+    assert sft(changed, tmp_path) is not None
+    assert said[1] == f"resumed at step 2 of 3 in {tmp_path}"
+    assert sorted(said[2:-1]) == [
+        "continues with another optim.clip_norm: 2.0, not 1.0",
+        "continues with another sft.lr: 0.5, not 0.03",
+        "continues with another sft.steps: 3, not 6",
+    ]
+    assert said[-1].startswith("sft step 3/3") and said[-1].endswith("ETA 0 s")
+
+
+def test_a_checkpoint_from_before_settings_were_saved_continues(base, tmp_path, said):
+    real = module.Checkpoints.save
+    asked = iter([True])
+    with pytest.MonkeyPatch.context() as old:
+        old.setattr(
+            module.Checkpoints, "save", lambda self, step, tree, _, a: real(self, step, tree, {}, a)
+        )
+        assert sft(settings(base, steps=3), tmp_path, lambda: next(asked)) is None
+    assert sft(settings(base, steps=3, lr=0.5), tmp_path) is not None
+    assert not [line for line in said if line.startswith("continues with")]
+
+
+def mode_config(base, steps):
+    c = schema.base()
+    c.model.path, c.mesh.data, c.report.quiet = str(base), 1, True
+    c.sft.data, c.sft.from_scratch, c.sft.steps = str(base / "rows.jsonl"), True, steps
+    c.sft.batch, c.sft.length, c.sft.warmup_steps, c.optim.micro_rows = 2, 16, 0, 2
+    return schema.validate(c)
+
+
+def test_the_mode_says_where_the_model_is_and_what_is_left_to_do(base, tmp_path, capsys):
+    def ends(steps):
+        job = modes.Job(mode_config(base, steps), {}, tmp_path, Path(), Path())
+        assert modes.run_sft(job, lambda: False) == 0
+        return capsys.readouterr().out
+
+    its_model = f"the model is {tmp_path}/model"
+    assert ends(2) == f"finished 2 steps; {its_model}\n"
+    weights = tmp_path / "model" / "model.safetensors"
+    before = weights.stat().st_mtime_ns
+    assert f"{tmp_path} is finished: step 2 of sft.steps=2; raise sft.steps" in ends(2)
+    said = ends(1)
+    assert f"{tmp_path} is past sft.steps=1: it has reached step 2, nothing was done" in said
+    assert said.endswith(f"{its_model}\n") and weights.stat().st_mtime_ns == before
+    (tmp_path / "model" / "config.json").unlink()  # an export that was killed is made up for
+    assert ends(2) == f"finished 2 steps; {its_model}\n"
+    assert (tmp_path / "model" / "config.json").is_file()
+
+
 def test_demonstrations_come_through_the_prompts_and_the_chat_template(base):
     tokens = Tokens.load(base)
     example = next(stream(settings(base, data="tiny_world", length=128), tokens))
@@ -164,9 +238,7 @@ def test_blank_lines_marks_and_odd_separators_do_no_harm(base, tmp_path):
         stream(settings(base, data=str(path)), tokens)
 
 
-def test_rows_left_out_for_their_length_are_told(base, tmp_path, monkeypatch):
-    said = []
-    monkeypatch.setattr(module.logger, "warning", said.append)
+def test_rows_left_out_for_their_length_are_told(base, tmp_path, said):
     path = tmp_path / "rows.jsonl"
     rows = [ROW, {**ROW, "response": "7" * 100}]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -235,6 +235,25 @@ def test_a_longer_run_is_read_up_to_the_asked_step(tmp_path):
         study.read(tmp_path / "elsewhere", ["full"], [0], None)
 
 
+def test_seeds_of_one_setting_that_differ_in_more_are_told(tmp_path, capsys):
+    fields = [{"seed": 0}, {"seed": 1, "optim.lr": 0.5}, {"seed": 2, "train.steps": 40}]
+    for seed, config in enumerate(fields):
+        folder = tmp_path / "full" / str(seed)
+        write_run(folder, rows(0.3, 0.5, 0.8), 20)
+        recorded = {"train.steps": 20, "optim.lr": 3e-6} | config
+        text = json.dumps({name: {"value": value} for name, value in recorded.items()})
+        (folder / "config.json").write_text(text)
+    write_run(tmp_path / "paper" / "0", rows(0.3, 0.5, 0.8), 20)
+    chosen = [f"--workdir={tmp_path}", "--settings=full,paper", "--steps=20", "--figure="]
+    assert launcher.main([*chosen, "--table-only"]) == 0
+    told = "`full` in optim.lr: 3e-06 (seed 0 2), 0.5 (seed 1)"
+    page = (tmp_path / "study.md").read_text()
+    assert f"Seeds of one setting that are not alike: {told}.\n" in page
+    assert f"WARNING: seeds that are not alike: {told}\n" in capsys.readouterr().err
+    assert launcher.main([*chosen, "--seeds=0,2", "--table-only"]) == 0
+    assert "not alike" not in (tmp_path / "study.md").read_text()
+
+
 def test_the_torn_line_of_a_live_run_is_left_out_and_damage_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 0}\n{"step": 1}\n{"ste')

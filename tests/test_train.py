@@ -116,13 +116,15 @@ def test_a_run_killed_after_any_step_resumes_to_the_same_bits(
     assert_same_run(finished, tmp_path)
 
 
-def test_a_stop_in_the_middle_of_a_rollout_saves_the_last_whole_step(finished, tmp_path):
+def test_a_stop_in_the_middle_of_a_rollout_saves_the_last_whole_step(finished, tmp_path, capsys):
     def stop():
         return (tmp_path / "metrics.jsonl").read_text().count("\n") == STEPS
 
     assert modes.run_train(job(finished[0], tmp_path), stop) == modes.TERMINATED
     assert modes.newest_step(tmp_path / "checkpoints") == STEPS - 1
     assert modes.run_train(job(finished[0], tmp_path), lambda: False) == 0
+    # In a quiet run too.
+    assert capsys.readouterr().err.endswith(f"finished {STEPS} steps; results in {tmp_path}\n")
     assert_same_run(finished, tmp_path)
 
 
@@ -154,6 +156,17 @@ def test_a_finished_run_says_so_and_changes_nothing(finished, capsys):
     out = capsys.readouterr().out
     assert f"step {STEPS} of train.steps={STEPS}" in out and "--workdir" in out
     assert (workdir / "metrics.jsonl").read_bytes() == before
+
+
+def test_fewer_steps_than_a_run_has_reached_are_named_with_both(finished, capsys):
+    config, workdir, *_ = finished
+    before = {path: path.stat().st_mtime_ns for path in workdir.rglob("*")}
+    fewer = small_config(config.model.path, train__steps=STEPS - 1)
+    assert modes.run_train(job(fewer, workdir), lambda: False) == 0
+    said = capsys.readouterr().out
+    assert f"{workdir} is past train.steps={STEPS - 1}: it has reached step {STEPS}, noth" in said
+    assert f"give a train.steps above {STEPS} to go on, or another --workdir" in said
+    assert {path: path.stat().st_mtime_ns for path in workdir.rglob("*")} == before
 
 
 def test_every_step_writes_the_promised_metrics(finished):

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 
@@ -17,6 +17,13 @@ def unusable(path: Path, folder: bool) -> str:
     except OSError as error:
         return str(error)
     return "" if os.access(there, os.W_OK) else f"{there} is not writable"
+
+
+def misplaced(paths: Mapping[Path, bool]) -> str:
+    """Which of the `paths` (folders where True, else files) cannot be made or written, and why; ""
+    when all can."""
+    reasons = {path: unusable(path, folder) for path, folder in paths.items()}
+    return "; ".join(f"{path}: {reason}" for path, reason in reasons.items() if reason)
 
 
 def missing(folder: Path, names: Iterable[str] = ()) -> list[Path]:

@@ -10,7 +10,7 @@ import numpy as np
 from huggingface_hub import snapshot_download
 from jinja2 import TemplateError, TemplateSyntaxError
 
-from sage_jax.core.model_files import REMEDY, load_tokenizer, read_object
+from sage_jax.core.model_files import REMEDY, is_there, load_tokenizer, read_object
 
 Message = Mapping[str, str]
 
@@ -105,7 +105,7 @@ class Tokens:
         generation_config: dict[str, Any] = {}
         # transformers derives the generation config from config.json where the former is absent.
         for name in ("generation_config.json", "config.json"):
-            if (folder / name).is_file():
+            if is_there(folder / name):
                 generation_config = read_object(folder / name)
                 _check_eos(folder / name, generation_config.get("eos_token_id"))
                 break
@@ -270,6 +270,10 @@ def _template(stored: Any) -> str | None:
     """The one template of a tokenizer: of several with names, 'default'."""
     if isinstance(stored, dict):
         stored = stored.get("default")
+    if isinstance(stored, str) and not stored.strip():
+        raise ValueError(
+            f"chat_template.jinja (or tokenizer_config.json): the chat template is empty; {REMEDY}"
+        )
     if stored is None or isinstance(stored, str):
         return stored
     raise ValueError(f"tokenizer_config.json: chat_template {stored!r:.80} is not text; correct it")

@@ -88,6 +88,7 @@ def run(config: Any, topology: str, output: Path) -> int:
         output.write_text(json.dumps(result, indent=1) + "\n")
     except OSError as error:
         raise _unwritable(output, error) from error
+    print(f"wrote {output}", file=sys.stderr)
     return 0 if result["fits"] else 1
 
 

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from sage_jax.core import hosts
 from sage_jax.core.mesh import Layout, whole
-from sage_jax.core.model_files import REMEDY, read_object
+from sage_jax.core.model_files import REMEDY, is_there, read_object
 from sage_jax.core.tokens import resolve
 from sage_jax.models.qwen_config import QwenConfig
 from sage_jax.models.qwen_params import Param, Params, param_table
@@ -144,7 +144,7 @@ def shortened(problems: list[str]) -> list[str]:
 def _weight_files(folder: Path) -> tuple[list[Path], dict[str, str], list[str]]:
     """Safetensors files to read, the index (tensor -> file name; empty if none), problems."""
     present = sorted(folder.glob("*.safetensors"))
-    if not (folder / INDEX).is_file():
+    if not is_there(folder / INDEX):
         problem = "no *.safetensors file: other formats are not read, convert the checkpoint"
         return present, {}, [] if present else [problem]
     index = read_object(folder / INDEX).get("weight_map")

@@ -235,6 +235,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.page.write_text(page(results))
     if args.readme:
         args.readme.write_text(fill(args.readme.read_text(), table(results)))
+    for path in filter(None, (args.page, args.readme)):
+        print(f"wrote {path}")
     if not (args.page or args.readme):
         print(table(results), end="")
     return 0

@@ -5,6 +5,7 @@ python -m sage_jax.report.plots RUN_DIR... --output=FILE.svg|png
 
 import argparse
 import importlib.util
+import itertools
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from sage_jax.core.places import unusable
 from sage_jax.report import study as studies
+from sage_jax.report.settings import Group, Run, group, read_config
 from sage_jax.report.study import BASELINE, EFFECTS, Rows, Study, curve, read_rows, summary
 
 if TYPE_CHECKING:  # an extra: imported where something is drawn
@@ -56,6 +58,13 @@ ACCURACIES = {
 TASKS = {"difficulty": ("difficulty", RED), "solve rate": ("solve_rate", BLUE)}
 # Effects with a panel in a study's figure: one a role.
 PANELS = ("effect/planner", "effect/critic", "effect/challenger_yield")
+# Panels in which settings are compared: title: (metric, unit, scale, moving mean).
+COMPARED = {
+    "Solver alone, greedy": ("valid/accuracy", "correct (%)", 100, 1),
+    "Planner, gate and Solver": ("valid/accuracy_planned", "correct (%)", 100, 1),
+    "Difficulty of proposals": ("difficulty", "share (%)", 100, SMOOTHED),
+    "Task pool": ("pool/size", "tasks in the pool", 1, 1),
+}
 GATES = {"questions": ("gate/question_pass", PURPLE), "plans": ("gate/plan_pass", GREEN)}
 
 
@@ -69,18 +78,48 @@ def check_output(path: Path) -> None:
         raise ValueError('figures need matplotlib: pip install "sage_jax[plots]"')
 
 
-def run_figure(workdirs: Sequence[Path], output: Path) -> None:
+def run_figure(workdirs: Sequence[Path], output: Path) -> list[str]:
     """Accuracy, difficulty, pool and gates over the updates of one run, or of runs that differ in
-    their seed. ValueError for an unusable output or a folder without metrics."""
+    their seed; runs of different settings are compared in fewer figures, a colour a setting.
+
+    Returns what was drawn, in lines. ValueError for an unusable output or a folder without metrics.
+    """
     check_output(output)
     if lacking := [str(folder) for folder in workdirs if not (folder / "metrics.jsonl").is_file()]:
         raise ValueError(f"{', '.join(lacking)}: no metrics.jsonl there; give the folder of a run")
-    runs = [rows for folder in workdirs if (rows := read_rows(folder / "metrics.jsonl"))]
-    if not runs:
+    places = [folder.resolve() for folder in workdirs]
+    if twice := [str(f) for f, p in zip(workdirs, places, strict=True) if places.count(p) > 1]:
+        raise ValueError(f"{', '.join(twice)}: the same run; give each once")
+    found = [Run(f, read_rows(f / "metrics.jsonl"), read_config(f)) for f in workdirs]
+    begun = [run for run in found if run.rows]
+    if not begun:
         raise ValueError(f"{', '.join(map(str, workdirs))}: no step is finished yet")
+    groups = group(begun)
+    if len(groups) == 1:
+        _seeds_figure(groups[0], output)
+    else:
+        _compared_figure(groups, output)
+    told = [f"{one.settings or 'drawn'}: {_listed(one.runs)}, {one.count}" for one in groups]
+    told += [f"not drawn, no step is finished yet: {run.folder}" for run in found if not run.rows]
+    return [*told, f"wrote {output}"]
+
+
+def _listed(runs: Sequence[Run]) -> str:
+    return ", ".join(f"{run.folder} ({int(run.rows[-1]['step'])} updates)" for run in runs)
+
+
+def _as_far(runs: Sequence[Rows]) -> str:
+    """How far a mean over the runs goes, where some go on after it."""
+    ends = sorted(int(rows[-1]["step"]) for rows in runs)
+    return f" up to update {ends[0]}, which all have reached" if ends[0] < ends[-1] else ""
+
+
+def _seeds_figure(alike: Group, output: Path) -> None:
+    """Runs of the same settings: every accuracy, the curriculum, the pool and the gates."""
     import matplotlib
     from matplotlib.figure import Figure
 
+    runs = [run.rows for run in alike.runs]
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(8, 5.4), layout="constrained")
         (accuracy, tasks), (pool, gates) = figure.subplots(2, 2)
@@ -92,10 +131,10 @@ def run_figure(workdirs: Sequence[Path], output: Path) -> None:
         _pool_panel(pool, runs)
         for axes in (pool, gates):
             axes.set_xlabel("updates")
-        means = f"mean of {len(runs)} seeds" if len(runs) > 1 else "the run"
+        means = f"mean of {alike.count}{_as_far(runs)}" if len(runs) > 1 else "the run"
         figure.supxlabel(
             f"thick: {means}, right column over {SMOOTHED} updates; thin: "
-            + ("each seed" if len(runs) > 1 else "every update"),
+            + (f"each {alike.count.split()[1][:-1]}" if len(runs) > 1 else "every update"),
             fontsize=8,
             color="#555555",
         )
@@ -121,8 +160,7 @@ def _panel(
             continue
         steps = list(points)
         if len(runs) > 1 or smooth > 1:
-            for values in zip(*points.values(), strict=True):
-                axes.plot(steps, values, color=colour, linewidth=0.6, alpha=0.35)
+            _thin(axes, runs, name, colour, 100)
         means = _moving([statistics.fmean(values) for values in points.values()], smooth)
         marker = "o" if smooth == 1 else None
         axes.plot(
@@ -131,6 +169,43 @@ def _panel(
         ends[label] = (means[-1], colour)
     axes.set(title=title, ylabel=unit, ylim=(0, 100))
     return ends
+
+
+def _thin(axes: "Axes", runs: Sequence[Rows], name: str, colour: str, scale: float) -> None:
+    """Each run by itself, to its own end."""
+    for rows in runs:
+        points = {row["step"]: scale * row[name] for row in rows if name in row}
+        axes.plot(list(points), list(points.values()), color=colour, linewidth=0.6, alpha=0.35)
+
+
+def _compared_figure(groups: Sequence[Group], output: Path) -> None:
+    """Runs of different settings: the same figures of each, in its colour and dashes."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    looks = list(itertools.product(DASHES, (BLACK, *OTHERS)))
+    with matplotlib.rc_context(STYLE):
+        figure = Figure(figsize=(8, 5.4 + 0.2 * len(groups)), layout="constrained")
+        panels = figure.subplots(2, 2).flat
+        for axes, (title, (name, unit, scale, smooth)) in zip(
+            panels, COMPARED.items(), strict=True
+        ):
+            for number, one in enumerate(groups):
+                dashes, colour = looks[number % len(looks)]
+                runs = [run.rows for run in one.runs]
+                points = curve(runs, name)
+                values = [scale * statistics.fmean(of_all) for of_all in points.values()]
+                if len(runs) > 1 or smooth > 1:
+                    _thin(axes, runs, name, colour, scale)
+                label = f"{one.label} ({one.count}{_as_far(runs)})"
+                look = {"color": colour, "linestyle": dashes, "linewidth": 1.8, "label": label}
+                axes.plot(list(points), _moving(values, smooth), **look)
+            axes.set(title=title, ylabel=unit, xlabel="updates")
+            axes.set_ylim(bottom=0)
+        handles, labels = axes.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", fontsize=8, frameon=False)
+        figure.suptitle("thick: mean of a setting; thin: each run to its end", fontsize=8)
+        _save(figure, output)
 
 
 def _pool_panel(axes: "Axes", runs: Sequence[Rows]) -> None:
@@ -148,8 +223,7 @@ def _pool_panel(axes: "Axes", runs: Sequence[Rows]) -> None:
         axes.set_zorder(bars.get_zorder() + 1)
         axes.patch.set_visible(False)
     sizes = curve(runs, "pool/size")
-    for values in zip(*sizes.values(), strict=True):
-        axes.plot(list(sizes), values, color=BLACK, linewidth=0.6, alpha=0.35)
+    _thin(axes, runs, "pool/size", BLACK, 1)
     axes.plot(list(sizes), [statistics.fmean(v) for v in sizes.values()], color=BLACK, linewidth=2)
     axes.grid(False)
     axes.set(title="Task pool", ylabel="tasks in the pool")
@@ -296,13 +370,14 @@ def _save(figure: "Figure", output: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code: 0 drawn, 2 usage."""
     parser = argparse.ArgumentParser(prog="python -m sage_jax.report.plots", allow_abbrev=False)
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="of each seed")
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN_DIR", help="of each run")
     parser.add_argument("--output", type=Path, required=True, help="an .svg or .png file")
     options = parser.parse_args(argv)
     try:
-        run_figure(options.runs, options.output)
+        drawn = run_figure(options.runs, options.output)
     except ValueError as error:
         parser.error(str(error))
+    print("\n".join(drawn))
     return 0
 
 

@@ -166,11 +166,13 @@ PAIRED = (ACCURACY, *EFFECTS.values())
 
 @dataclass(frozen=True)
 class Study:
-    """Finished runs {setting: {seed: rows}}, the others in words, and what all of them took."""
+    """Finished runs {setting: {seed: rows}}, the others in words, what seeds of one setting differ
+    in beside the seed, and what all of them took."""
 
     steps: int
     runs: Mapping[str, Mapping[int, Rows]]
     unfinished: Sequence[str] = ()
+    unlike: Sequence[str] = ()
     wall_s: float = 0.0
     cpu_s: float = 0.0
 
@@ -204,7 +206,7 @@ def read(workdir: Path, settings: Sequence[str], seeds: Sequence[int], steps: in
     unfinished = partial + [f"{', '.join(missing)} not started"] * bool(missing)
     costs = [cost(folder) for folder in folders.values()]
     wall, cpu = (sum(spent[key] for spent in costs) for key in ("wall_s", "cpu_s"))
-    return Study(steps, runs, unfinished, wall, cpu)
+    return Study(steps, runs, unfinished, wall_s=wall, cpu_s=cpu)
 
 
 def _common_steps(folders: Iterable[Path], workdir: Path) -> int:
@@ -376,6 +378,8 @@ def page(
             *peak_table(study),
             "",
         ]
+    if study.unlike:
+        lines += [f"Seeds of one setting that are not alike: {'; '.join(study.unlike)}.", ""]
     if study.unfinished:
         lines += [f"Not counted: {'; '.join(study.unfinished)}.", ""]
     lines += [

@@ -96,6 +96,7 @@ def main() -> None:
     out.mkdir(parents=True, exist_ok=True)
     for split in _FILES:
         (out / f"{split}.jsonl").write_text("".join(task_lines(split)))
+    print(f"wrote {', '.join(f'{out}/{split}.jsonl' for split in _FILES)}")
 
 
 if __name__ == "__main__":

@@ -130,8 +130,10 @@ def write_folder(out: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Write the tiny model's folder, weights aside.")
-    parser.add_argument("--output", type=Path, required=True)
-    write_folder(parser.parse_args().output)
+    parser.add_argument("--output", type=Path, required=True, help="folder to write into")
+    out = parser.parse_args().output
+    write_folder(out)
+    print(f"wrote {out}")
 
 
 if __name__ == "__main__":

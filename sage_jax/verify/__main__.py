@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import os
 import sys
@@ -19,27 +21,19 @@ CODE_FIELDS = ("cpu_ms", "output_tail", "isolation", "deterministic")
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 all rows judged, 1 some lines were bad, 2 usage or machine."""
-    parser = argparse.ArgumentParser(prog="python -m sage_jax.verify")
-    parser.add_argument("domain", type=one_of("math", "code"), metavar="math|code")
-    parser.add_argument("--input", required=True, help="JSONL, one row a line")
-    parser.add_argument("--output", required=True, help="JSONL of verdicts in input order")
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--policy", type=one_of(*POLICIES), default="eval")
-    parser.add_argument("--require_level", type=one_of(*LEVELS, "none"), default="B")
+    parser = _parser()
     options = parser.parse_args(arguments)
     if options.workers < 1:
-        parser.error(f"--workers must be at least 1, got {options.workers}")
-    try:
-        source = open(options.input, encoding="utf-8-sig", errors="surrogateescape")
-    except OSError as error:
-        parser.error(f"--input: {error}")
-    if os.path.exists(options.output) and os.path.samefile(options.input, options.output):
-        parser.error(f"--output: {options.output} is the input; choose another file")
-    try:
-        target = open(options.output, "w", encoding="utf-8")
-    except OSError as error:
-        parser.error(f"--output: {error}")
-    with source, target:
+        parser.error(f"--workers={options.workers}: give at least 1")
+    if os.path.exists(options.output) and os.path.exists(options.input):
+        if os.path.samefile(options.input, options.output):
+            parser.error(f"--output={options.output}: is the input; choose another file")
+    with contextlib.ExitStack() as held:
+        try:
+            raw = held.enter_context(open(options.input, "rb"))
+            raw.peek(1)  # what cannot be read should not cost what stood in --output
+        except OSError as error:
+            parser.error(f"--input={options.input}: {error.strerror}; give a file of JSON lines")
         try:
             verifier = Verifier(
                 workers=options.workers,
@@ -50,14 +44,65 @@ def main(arguments: list[str] | None = None) -> int:
         except IsolationError as error:
             print(error, file=sys.stderr)
             return 2
-        with verifier:
-            return 1 if judge_file(verifier, options.domain, source, target) else 0
+        held.enter_context(verifier)
+        try:
+            os.makedirs(os.path.dirname(options.output) or ".", exist_ok=True)
+            target = held.enter_context(open(options.output, "w", encoding="utf-8"))
+        except OSError as error:
+            parser.error(f"--output={options.output}: {error.strerror}; choose another file")
+        source = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape")
+        judged, bad = judge_file(verifier, options.domain, source, target)
+    left_out = f"; bad lines left out: {bad}" if bad else ""
+    # Not on stdout, which --output may be.
+    print(f"judged {judged} rows into {options.output}{left_out}", file=sys.stderr)
+    return 1 if bad else 0
 
 
-def judge_file(verifier: Verifier, domain: str, source: TextIO, target: TextIO) -> int:
-    """Judge all rows of ``source``; returns how many lines were bad (each told on stderr)."""
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m sage_jax.verify",
+        description="Judge answers in a file of JSON lines: maths by their value, programs by "
+        "running their tests in a sandbox. docs/verifiers.md lists the fields of a line.",
+        epilog="Exit codes: 0 all rows judged, 1 some lines were bad (named on stderr), 2 usage, "
+        "or the sandbox misses --require_level.",
+    )
+    parser.add_argument(
+        "domain",
+        type=one_of("math", "code"),
+        metavar="math|code",
+        help="what a line holds: math: id, gold, prediction; code: id, solution, tests, "
+        "entry_points",
+    )
+    parser.add_argument("--input", required=True, metavar="FILE", help="JSON lines, one row a line")
+    parser.add_argument(
+        "--output", required=True, metavar="FILE", help="JSON lines of verdicts in input order"
+    )
+    parser.add_argument(
+        "--workers", type=int, default=2, metavar="N", help="rows judged at one time (default 2)"
+    )
+    parser.add_argument(
+        "--policy",
+        type=one_of(*POLICIES),
+        default="eval",
+        metavar="|".join(POLICIES),
+        help="where the answer may stand: eval (default) falls back to the last formula or number, "
+        "reward, which training uses, does not",
+    )
+    parser.add_argument(
+        "--require_level",
+        type=one_of(*LEVELS, "none"),
+        default="B",
+        metavar="|".join((*LEVELS, "none")),
+        help="weakest isolation accepted for code (default B, see docs/verifiers.md); none: any",
+    )
+    return parser
+
+
+def judge_file(verifier: Verifier, domain: str, source: TextIO, target: TextIO) -> tuple[int, int]:
+    """Judge all rows of ``source``; returns how many were judged, and how many lines were bad (each
+    told on stderr)."""
     bad = 0
-    seen: set[Any] = set()
+    seen: dict[Any, int] = {}  # ids and their lines
     order: list[tuple[str, Any]] = []  # job ids and row ids not yet written, in input order
     done: dict[str, Verdict] = {}
 
@@ -78,18 +123,16 @@ def judge_file(verifier: Verifier, domain: str, source: TextIO, target: TextIO) 
             verifier.submit(job)
         except ValueError as error:
             bad += 1
-            print(f"line {number}: {error}", file=sys.stderr)
+            print(f"{source.name}:{number}: {error}", file=sys.stderr)
             continue
-        seen.add(payload["id"])
+        seen[payload["id"]] = number
         order.append((job.id, payload["id"]))
         write(WINDOW)
     write(0)
-    if bad:
-        print(f"{bad} bad line(s) left out", file=sys.stderr)
-    return bad
+    return len(seen), bad
 
 
-def _payload(line: str, seen: set[Any]) -> dict[str, Any]:
+def _payload(line: str, seen: dict[Any, int]) -> dict[str, Any]:
     try:
         payload = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -100,7 +143,7 @@ def _payload(line: str, seen: set[Any]) -> dict[str, Any]:
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise ValueError(f"id must be text or an integer, got {name!r}")
     if name in seen:
-        raise ValueError(f"id {name!r} was used on an earlier line")
+        raise ValueError(f"id {name!r} was used on line {seen[name]}; ids must be unique")
     return payload
 
 
