@@ -35,7 +35,7 @@ def test_bad_lines_are_named_with_file_and_line_and_the_rest_is_judged(tmp_path,
     *told, closing = out.err.splitlines()
     assert not out.out and closing == f"judged 1 rows into {target}; bad lines left out: 5"
     for line, (number, (_, said)) in zip(told, enumerate(BAD, 3), strict=True):
-        assert line.startswith(f"{source}:{number}: {said}")
+        assert line.startswith(f"{source}: line {number}: {said}")
 
 
 def test_a_file_without_bad_lines_ends_with_where_the_verdicts_are(tmp_path, capsys):

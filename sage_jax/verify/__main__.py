@@ -123,7 +123,7 @@ def judge_file(verifier: Verifier, domain: str, source: TextIO, target: TextIO) 
             verifier.submit(job)
         except ValueError as error:
             bad += 1
-            print(f"{source.name}:{number}: {error}", file=sys.stderr)
+            print(f"{source.name}: line {number}: {error}", file=sys.stderr)
             continue
         seen[payload["id"]] = number
         order.append((job.id, payload["id"]))
