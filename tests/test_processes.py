@@ -196,7 +196,8 @@ def test_two_updates_on_two_processes_are_those_of_one(run_of_two, single_run):
     got, want = (lines(path / "episodes.jsonl") for path in (workdir, single_run[0]))
     assert [row["response"] for row in got] == [row["response"] for row in want]
     assert "finished 2 steps" in first and "8 cpu, mesh data 2 x fsdp 4" in first
-    assert [line for line in second.splitlines() if "Gloo" not in line] == []
+    # Gloo ends its lines in a second write: threads of it leave blank ones.
+    assert [line for line in second.splitlines() if line and "Gloo" not in line] == []
 
 
 def test_a_stop_asked_of_one_process_saves_and_ends_both_and_one_continues(run_of_two, tmp_path):
