@@ -88,3 +88,10 @@ def test_a_worker_count_below_one_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit):
         judge(write(tmp_path / "in", [GOOD]), tmp_path / "out", "--workers=0")
     assert "--workers=0: give at least 1" in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named_and_is_no_bad_line(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        judge(write(tmp_path / "in", [GOOD]), "/dev/full")
+    assert stop.value.code == 2
+    assert "--output=/dev/full: No space left on device" in capsys.readouterr().err

@@ -105,14 +105,11 @@ def init(
         "head_dim": cfg.head_dim,
     }
     shape = tuple(sizes[axis] for axis in AXES[form])
+    if form == "apart":  # which is for a single device
+        layers = range(cfg.num_layers)
+        return {name: tuple(jnp.zeros(shape, dtype) for _ in layers) for name in ("k", "v")}
     sharding = None if layout is None else layout.sharding(AXES[form], shape)
-
-    def empty() -> Any:
-        if form == "apart":
-            return tuple(jnp.zeros(shape, dtype) for _ in range(cfg.num_layers))
-        return jnp.zeros(shape, dtype, device=sharding)
-
-    return {name: empty() for name in ("k", "v")}
+    return {name: jnp.zeros(shape, dtype, device=sharding) for name in ("k", "v")}
 
 
 def length_of(cache: Cache | Chunk, form: str) -> int:

@@ -47,11 +47,18 @@ def main(arguments: list[str] | None = None) -> int:
         held.enter_context(verifier)
         try:
             os.makedirs(os.path.dirname(options.output) or ".", exist_ok=True)
-            target = held.enter_context(open(options.output, "w", encoding="utf-8"))
+            target = open(options.output, "w", encoding="utf-8")
         except OSError as error:
             parser.error(f"--output={options.output}: {error.strerror}; choose another file")
         source = io.TextIOWrapper(raw, encoding="utf-8-sig", errors="surrogateescape")
-        judged, bad = judge_file(verifier, options.domain, source, target)
+        try:
+            with target:  # what is held back is written at its end
+                judged, bad = judge_file(verifier, options.domain, source, target)
+        except OSError as error:
+            parser.error(
+                f"--output={options.output}: {error.strerror}, after some of the rows of "
+                f"{options.input}; mend that and start again"
+            )
     left_out = f"; bad lines left out: {bad}" if bad else ""
     # Not on stdout, which --output may be.
     print(f"judged {judged} rows into {options.output}{left_out}", file=sys.stderr)
