@@ -1,5 +1,6 @@
 """The front door: `python -m sage_jax.main --config=FILE --mode=MODE`."""
 
+import errno
 import os
 import re
 import signal
@@ -220,6 +221,15 @@ def main(argv: list[str]) -> int:
         return modes.run(MODE.value, job, StopRequest())
     except (UsageError, schema.ConfigError, SourceError, IsolationError, ProcessError) as error:
         print(f"sage_jax: {error}{sft_hint(error)}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        place = OUTPUT.value or workdir
+        print(
+            f"sage_jax: {place}: {error.strerror}; make room and give the same command again",
+            file=sys.stderr,
+        )
         return 2
 
 

@@ -275,6 +275,15 @@ def test_the_file_modes_end_with_where_the_output_is(tiny_folder, tmp_path, caps
         assert last == f"wrote {tmp_path}/{mode}.jsonl; bad lines left out: 1"
 
 
+def test_a_full_disk_is_named_and_is_no_bad_line(tiny_folder, tmp_path):
+    source = tmp_path / "in.jsonl"
+    source.write_text('{"id": "a", "tokens": [5, 6]}\n')
+    model = f"--config.model.path={tiny_folder}"
+    result = run("--mode=score", model, f"--input={source}", "--output=/dev/full")
+    assert result.returncode == 2 and "Traceback" not in result.stderr
+    assert "sage_jax: /dev/full: No space left on device" in result.stderr
+
+
 def test_an_evaluation_of_a_named_model_stays_out_of_the_run_of_that_config(tiny_folder, tmp_path):
     (tmp_path / "configs").symlink_to(ROOT / "configs")
     (tmp_path / "runs" / "tiny").mkdir(parents=True)
