@@ -194,9 +194,27 @@ def sft_hint(refused: Exception) -> str:
     return f"\n  --config={path} sets {sets}, which only --mode=sft uses: was that mode meant?"
 
 
-def main(argv: list[str]) -> int:
-    """Exit code: 0 done, 1 some input lines were bad, 2 usage or config, 143 saved on SIGTERM."""
+def work(workdir: Path) -> int:
+    """Run the mode of the command line; its exit code."""
     from sage_jax.core.distributed import start
+
+    config = read_config(workdir)
+    if MODE.value != "dryrun":
+        start()  # before anything can ask JAX for its devices
+    # Only now: a mistyped flag should not cost the seconds that JAX takes to load.
+    from sage_jax import modes
+
+    given = config_flags.get_override_values(FLAGS["config"])
+    files = (Path(INPUT.value), Path(OUTPUT.value))
+    job = modes.Job(
+        config, given, workdir, *files, named=bool(WORKDIR.value), topology=TOPOLOGY.value
+    )
+    return modes.run(MODE.value, job, StopRequest())
+
+
+def main(argv: list[str]) -> int:
+    """Exit code: 0 done, 1 some input lines were bad, 2 usage, config or a full disk, 143 saved on
+    SIGTERM."""
     from sage_jax.core.ending import ProcessError
     from sage_jax.tasks.sources import SourceError
     from sage_jax.verify import IsolationError
@@ -206,31 +224,16 @@ def main(argv: list[str]) -> int:
         return 0
     try:
         parse(argv)
-        workdir = place_of_work()
-        config = read_config(workdir)
-        if MODE.value != "dryrun":
-            start()  # before anything can ask JAX for its devices
-        # Only now: a mistyped flag should not cost the seconds that JAX takes to load.
-        from sage_jax import modes
-
-        given = config_flags.get_override_values(FLAGS["config"])
-        files = (Path(INPUT.value), Path(OUTPUT.value))
-        job = modes.Job(
-            config, given, workdir, *files, named=bool(WORKDIR.value), topology=TOPOLOGY.value
-        )
-        return modes.run(MODE.value, job, StopRequest())
+        return work(place_of_work())
     except (UsageError, schema.ConfigError, SourceError, IsolationError, ProcessError) as error:
         print(f"sage_jax: {error}{sft_hint(error)}", file=sys.stderr)
-        return 2
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
-        place = OUTPUT.value or workdir
-        print(
-            f"sage_jax: {place}: {error.strerror}; make room and give the same command again",
-            file=sys.stderr,
-        )
-        return 2
+        remedy = "make room and give the same command again"
+        place = OUTPUT.value or place_of_work()
+        print(f"sage_jax: {place}: {error.strerror}; {remedy}", file=sys.stderr)
+    return 2
 
 
 if __name__ == "__main__":
